@@ -23,6 +23,10 @@ _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)")
 _PRINTED = re.compile(r'(?s)<div class="language-text highlight"><pre><span></span><code>(.*?)</code></pre></div>')
 _RULE = re.compile(r"-+(  -+)+")  # between the headings and the rows of a table that hfpatch prints
 _CELL = re.compile(r"(?<=<td)((?: style=\"[^\"]*\")?)>((?:[^<]|<(?!/td>))*)(?=</td>)")
+_MAY_BREAK = re.compile(r"(?<=_)(?=\w{3})(?![^<]*>)|(?<=[=,./:(])(?=[a-zA-Z{\"'][^<]{4})(?![^<]*>)(?=[^<]*</code>)")
+_LONG_NAME = re.compile(r"\b[A-Za-z\d]{20,}\b(?![^<]*>)")
+_CODE = re.compile(r"(?<!<span></span>)<code>([^<]*-[^<]*)</code>")
+_FIGURE = re.compile(r"<img [^>]*src=\"([^\"]*\.png)\"[^>]*>")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -69,17 +73,28 @@ def site_links(text: str, folder: Path, page: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Say where the cells of tables may wrap, and make tables of what hfpatch prints as such."""
-    return _PRINTED.sub(_with_tables, _CELL.sub(_wrapping, html))
+    """Say where cells and code may wrap, make tables of what hfpatch prints as such, and link figures to their files.
+
+    On a phone a figure is a quarter of its size: its link opens it whole.
+    """
+    html = _CODE.sub(_with_whole_flags, _CELL.sub(_wrapping, html))
+    return _FIGURE.sub(r'<a href="\1">\g<0></a>', _PRINTED.sub(_with_tables, html))
+
+
+def _with_whole_flags(match: re.Match[str]) -> str:
+    """Code in a line of text, whose flags (--patch) don't wrap behind their hyphens."""
+    flags = re.sub(r"(?<!\S)-[\w-]*", r'<span class="whole">\g<0></span>', match[1])
+    return f"<code>{flags}</code>"
 
 
 def _wrapping(match: re.Match[str]) -> str:
-    """A cell whose names wrap behind underscores, and steps (1 → 2 → 3) before a figure; most have a class."""
+    """A cell whose names wrap between their words, and steps (1 → 2 → 3) before a figure; most have a class."""
     style, text = match.groups()
-    kinds = {"steps": ".* → ", "sentence": r".{60}", "phrase": r".{20}", "figure": r"[-+.\de]+$"}
+    kinds = {"steps": ".* → ", "sentence long": ".{200}", "sentence": ".{60}", "phrase": ".{20}"}
+    kinds["figure"] = r"[-+.\de]+$"
     kind = next((f' class="{name}"' for name, pattern in kinds.items() if re.match(pattern, text)), "")
-    wrapped = text if "<" in text else text.replace(" → ", "&nbsp;→ ").replace("_", "_<wbr>")
-    return f"{kind}{style}>{wrapped}"
+    wrapped = _LONG_NAME.sub(lambda name: re.sub(r"(?<=[a-z\d])(?=[A-Z])", "<wbr>", name[0]), text)
+    return f"{kind}{style}>{_MAY_BREAK.sub('<wbr>', wrapped.replace(' → ', '&nbsp;→ '))}"
 
 
 def _with_tables(match: re.Match[str]) -> str:
@@ -105,7 +120,7 @@ def _is_row(line: str, starts: list[int]) -> bool:
 
 
 def _lines(lines: list[str]) -> str:
-    return "".join(f"<p>{escape(line)}</p>" for line in lines if line)
+    return "".join(f"<p>{_names(escape(line))}</p>" for line in lines if line)
 
 
 def _table(lines: list[str], starts: list[int]) -> str:

@@ -284,18 +284,18 @@ _WORDS = {
     "repaired": ("repaired", "word error"),
 }
 COLUMNS["speech"] = _WORDS | {head: one for head, one in COLUMNS["language"].items() if "perplexity" not in one[1]}
-LEGEND = """Patches of checkpoints that people have, measured by one thread of the processor named below. Written by
+LEGEND = """Look up here what a patch costs a public checkpoint, on one thread of the processor named below. Written by
 `python tools/real_models.py FOLDER --text WIKITEXT2 --models NAME ... --patches PATCH ...`, which makes the models in
-FOLDER from packages; `real_models.jsonl` has of each row its own command, weights, versions, and every figure.
+FOLDER from packages. For each row `real_models.jsonl` has the command, the weights, the versions and every figure.
 
-* *copied* is what `patch_model` makes without data, *repaired* with `calibration=` of so many sequences and tokens of
-  WikiText-2's validation text. A row without a repaired figure is exact, and needs none.
-* All figures are of test text that nobody calibrated on. KL is that of the next token, original to patched, in nats;
-  *cosine* is of embeddings, patched to original; *found* is the share of passages whose first half is nearest to its
-  own second half. Sequences are as long as *judged on* says, also where a patch makes room for longer ones.
-* *said* is what hfpatch itself measured and recorded, on what it holds out of the calibration.
+* *copied* is the model after `patch_model` without data. *repaired* is the model after `patch_model` with
+  `calibration=`: so many sequences and tokens of WikiText-2's validation text. An exact row needs no repair.
+* All figures are on test text that no calibration used. *KL* is the divergence of the next token, original to patched,
+  in nats. *cosine* is between embeddings, patched and original. *found* is the share of passages whose first half is
+  nearest to its own second half. Sequences are as long as *judged on* says, even if a patch makes room for more.
+* *said* is what hfpatch itself measured and recorded, on the sequences that it holds out of the calibration.
 * *CPU s*, *passes* (multiples of the original's forward over the calibration) and *GB* (largest memory of the process)
-  are of the repair, or of the patch where that is exact."""
+  are of the repair. If the patch is exact, they are of the patch."""
 
 
 def to_markdown(rows: list[Row]) -> str:

@@ -75,6 +75,9 @@ def test_no_word_of_the_pages_is_lost(hooks: ModuleType) -> None:
         ("<td>-1.5e-07</td>", '<td class="figure">-1.5e-07</td>'),
         (f"<td>{'why not ' * 9}</td>", f'<td class="sentence">{"why not " * 9}</td>'),
         ("<td>ok <code>a_b</code></td>", "<td>ok <code>a_b</code></td>"),
+        ("<td><code>a:b_cde</code> --f</td>", '<td class="phrase"><code>a:<wbr>b_<wbr>cde</code> --f</td>'),
+        ("<code>a --b-c</code>", '<code>a <span class="whole">--b-c</span></code>'),
+        ('<img alt="" src="a.png" />', '<a href="a.png"><img alt="" src="a.png" /></a>'),
     ],
 )
 def test_cells_wrap_between_figures_and_in_names(hooks: ModuleType, cell: str, becomes: str) -> None:

@@ -96,8 +96,8 @@ def support() -> str:
 def sweep() -> str:
     found = totals("norm_swap")
     return (
-        f"**{found['converted']} of {found['of']} model types** (transformers {found['transformers']}); what was kept "
-        "and why, and the types that don't instantiate, are in [Norms by model type](norm_swap.md)."
+        f"**{found['converted']} of {found['of']} model types** are converted (transformers {found['transformers']}). "
+        "[Norms by model type](norm_swap.md) lists what was kept and why, and the types that can't be built."
     )
 
 
@@ -108,8 +108,8 @@ def exact() -> str:
         f"Of {totals('norm_swap')['of']} model types with a LayerNorm {len(found['rows'])} were examined "
         f"(transformers {found['transformers']}): **{count['exact']} are exact in full**, {count['in part']} in part, "
         f"{count['refused']} refused, **{count['wrong']} wrong**, {count['not finished']} not finished (out of time or "
-        f"memory): {sum(terms)} = {' + '.join(map(str, terms))}. Each with its error and the reasons in "
-        "[Exact conversion](exact.md)."
+        f"memory): {sum(terms)} = {' + '.join(map(str, terms))}. "
+        "[Exact conversion](exact.md) has the error of each type, and the reasons."
     )
 
 
@@ -117,9 +117,9 @@ def positions() -> str:
     found = totals("positions")
     return (
         f"**{found['supported']} of {found['of']} classes** that own a table (transformers {found['transformers']}) "
-        f"take RoPE, {found['refused']} are refused with a reason, **{found['wrong anywhere']} are wrong**; "
-        f"{found['beyond']} classes beyond that list do as well. Each with its figures, or the reason, in "
-        "[Positions by class](positions.md)."
+        f"take RoPE, {found['refused']} are refused with a reason, **{found['wrong anywhere']} are wrong**. "
+        f"{found['beyond']} classes that aren't on this list take RoPE, too. "
+        "[Positions by class](positions.md) has the figures of each class, or the reason."
     )
 
 
@@ -128,10 +128,10 @@ def native_rope() -> str:
     yes = {name: found[name].get("yes", 0) for name in ("same", "theta", "linear", "partial")}
     return (
         f"Of {found['rotating']} model types that rotate (transformers {found['transformers']}) {yes['same']} stay "
-        f"the same bit for bit; another theta ({yes['theta']}), linear scaling ({yes['linear']}) and partial rotation "
-        f"({yes['partial']}) equal transformers' own model with these settings, likewise; the rest is refused with its "
-        f"reason, or has no measurable effect in so small a model; **{settings_that_differ()} differ**. "
-        "[Other RoPE settings](native_rope.md) names them."
+        f"the same bit for bit. Another theta ({yes['theta']} types), linear scaling ({yes['linear']}) and partial "
+        f"rotation ({yes['partial']}) equal transformers' own model with these settings bit for bit. Other requests "
+        f"are refused with a reason, or have no effect in so small a model. **{settings_that_differ()} differ**. "
+        "[Other RoPE settings](native_rope.md) has each type."
     )
 
 
@@ -140,16 +140,16 @@ def acceptance() -> str:
     return (
         f"Of {found['ok'] + found['refused'] + found['wrong']} requests of {found['types']} model types (transformers "
         f"{found['transformers']}) {found['ok']} are accepted and ok, {found['refused']} refused, **{found['wrong']} "
-        "wrong**. [What is accepted runs](acceptance.md) has the reasons of what is refused."
+        "wrong**. [What is accepted runs](acceptance.md) gives the reasons of refusals."
     )
 
 
 def weight_decay() -> str:
     found = totals("weight_decay")
     return (
-        f"Which parameters transformers' Trainer lets decay, before and after {found['patches']} patches of "
-        f"{found['types']} model types (transformers {found['transformers']}): **{found['differ']} differ**. "
-        "[Weight decay](weight_decay.md) has each type."
+        f"The Parameters that decay under transformers' Trainer were compared before and after {found['patches']} "
+        f"patches of {found['types']} model types (transformers {found['transformers']}): **{found['differ']} differ**."
+        " [Weight decay](weight_decay.md) has each type."
     )
 
 

@@ -63,16 +63,16 @@ def to_markdown(suites: dict[str, Any]) -> str:
         (row for suite in suites.values() for row in suite["recorded"]), key=lambda row: row["package"].lower()
     )
     columns = ("package", "version", "what", "result", "figure", "control")
-    skipped = [
-        (name, f"{count} skipped: {why}") for name, suite in suites.items() for why, count in suite["skipped"].items()
-    ]
+    whys = [(name, *one) for name, suite in suites.items() for one in suite["skipped"].items()]
+    skipped = [(name, f"{count} skipped: {why}") for name, why, count in whys]
     failed = [(name, f"FAILED: {test}") for name, suite in suites.items() for test in suite["failed"]]
     return "\n".join(
         [
             "# Other packages",
             "",
-            "`python tests/ecosystem/run.py` with real packages, each suite in a process of its own, on small random",
-            "models and a CPU. A control is the same figure of an unpatched model, or shows that the check can fail.",
+            "Look up here what other packages do with patched models: small random models on a CPU, each suite in a",
+            "process of its own, by `python tests/ecosystem/run.py`. A *control* is the figure of an unpatched model,",
+            "or shows that the check can fail.",
             "",
             "| package | version | what was tried | result | figure | control |",
             "|---|---|---|---|---|---|",

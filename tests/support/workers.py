@@ -122,7 +122,7 @@ class Sweep:
 
     Attributes:
         title: of the page.
-        says: what the page says behind "Written by ...; its docstring says what is ".
+        says: the first sentence of the page; what stands below the usage in the script's docstring follows.
         every: the names of all types.
         examine: a function of the script, what it finds in a type: a dataclass, or a dictionary.
         result: the class of that: `failed` makes it of the name of a type that can't be examined, and the reason,
@@ -219,8 +219,9 @@ class Sweep:
     def texts(self, results: list[Any], versions: Mapping[str, str]) -> dict[str, str]:
         """The report by its files' suffixes: a function of the rows and of the versions that they were found with."""
         of = ", ".join(f"{name} {version}" for name, version in versions.items())
-        made_by = f"Written by `python tests/sweeps/{self.script.name}`; its docstring says what is {self.says}"
-        head = [f"# {self.title}", "", *([made_by, ""] if self.says else ())]
+        _, _, about = (sys.modules[self.examine.__module__].__doc__ or "").rpartition("\n    python ")
+        made_by = f"Written by `python tests/sweeps/{self.script.name}`."
+        head = [f"# {self.title}", "", self.says, about.partition("\n")[2], made_by, ""]
         return {".json": self.to_json(results, versions), ".md": "\n".join([*head, *self.page(results, of), ""])}
 
     def write(self, results: list[Any], versions: Mapping[str, str]) -> None:
@@ -320,9 +321,12 @@ def not_run(results: Iterable[Result]) -> list[str]:
     return section("Not run", table("model type | reason", ((one.model_type, one.status) for one in results)))
 
 
-def not_answered(results: Iterable[Answers]) -> list[str]:
-    """The same in a line, of types without answers."""
-    return ["", "Not run: " + "; ".join(f"{one.model_type} ({one.not_run})" for one in results if one.not_run)]
+def by_reason(heading: str, reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """A section with a line for each reason, and the types of which it was given; none if there are none."""
+    types: dict[str, list[str]] = {}
+    for model_type, reason in reasons:
+        types.setdefault(reason.rstrip("."), []).append(model_type)
+    return section(heading, (f"* {reason}: {', '.join(some)}" for reason, some in types.items())) if types else []
 
 
 def counted(reasons: Mapping[str, int]) -> str:

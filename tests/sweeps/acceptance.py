@@ -3,12 +3,12 @@
     python tests/sweeps/acceptance.py                # all types; writes acceptance.json and docs/support/acceptance.md
     python tests/sweeps/acceptance.py gpt2 dinov2    # these types; prints what it found
 
-One tiny random model for each request. *ok*: the patched model runs on inputs of the old length or size (a few tokens,
-or where the request only leaves room for fewer, these; images of another size where its host takes them) and of the new
-one (twice the old length where no table ends), gives finite numbers where the unpatched model does, and what it saves
-opens to the same bits. *refused*: a typed error, and the model is to the bit what it was. *wrong*: anything else.
-Where the unpatched model doesn't run at its own full length, its inputs can't be made here, and *short* says that the
-new length wasn't run.
+The sweep makes a tiny random model for each request. A request is *ok* if the patched model runs on inputs of the old
+and of the new length or size, if its outputs are finite wherever the unpatched model's are, and if the saved model
+opens to the same bits. It is *refused* if it raises a typed error and leaves every bit as it was. Anything else is
+*wrong*. `longer`, `shorter`: a table of twice, half the length. `square`, `small`, `wide`, `tall`: images of another
+size. `axes`: RoPE by row and column. The new length is twice the old if no table ends. It isn't run (*short*) if the
+unpatched model doesn't run at its own full length.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def page(results: list[Result], of: str) -> list[str]:
     """The totals, whatever is wrong, and what was refused, with the reasons."""
     count = totals(results)
     lines = [
-        f"{of}: {len(results)} model types, "
+        f"{of}: {len(results)} model types, {count['types']} of which have positions; "
         f"{count['ok'] + count['refused'] + count['wrong']} requests: **{count['ok']} accepted and ok, "
         f"{count['refused']} refused, {count['wrong']} wrong**.",
         "",
@@ -245,15 +245,16 @@ def page(results: list[Result], of: str) -> list[str]:
                 if _word(text) == word:
                     reasons.setdefault(text.partition(": ")[2], []).append(f"{result.model_type} ({name})")
         shown = ((why.replace("|", "/"), ", ".join(where[:4]), len(where)) for why, where in sorted(reasons.items()))
-        lines += workers.section(word.capitalize(), workers.table("reason | where | >requests", shown))
+        listed = workers.table("reason | where | >requests", shown) if reasons else ["None."]
+        lines += workers.section(word.capitalize(), listed)
     short = [result.model_type for result in results if any("short" in text for text in result.verdicts.values())]
-    lines += ["", f"No inputs of the new length could be made: {', '.join(short)}."]
-    return lines + workers.not_answered(results)
+    lines += ["", f"The new length wasn't run in {', '.join(short)}."]
+    return lines + workers.by_reason("Not run", ((one.model_type, one.not_run) for one in results if one.not_run))
 
 
 SWEEP = workers.Sweep(
     title="What is accepted runs",
-    says="run.",
+    says="Look up here whether a model that takes another position scheme, length or image size then runs.",
     every=every_type,
     examine=examine,
     result=Result,

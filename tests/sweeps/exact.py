@@ -3,14 +3,14 @@
     python tests/sweeps/exact.py                   # all types; writes exact.json and docs/support/exact.md
     python tests/sweeps/exact.py gpt2 bert         # these types; prints what it found
 
-What is exact is found on a model of one seed, and `patch_model` converts a model of another seed. The whole model is
-then compared, on inputs that the patch hasn't seen, with itself before: in float64 throughout, where it may differ by
-1e-9, and in float64 with whatever float32 the family computes in inside, where it may differ by 1e-5. More is *wrong*.
-Where a type takes `inputs_embeds`, random ones in place of its tokens are compared as well.
+The sweep finds what to centre on a model of one seed, and `patch_model` converts a model of another seed. The whole
+converted model is compared with the original on inputs that the patch hasn't seen. *error* is in float64 throughout and
+may reach 1e-9; *as written* keeps the float32 that the family computes in, and may reach 1e-5. More is *wrong*. If a
+type takes `inputs_embeds`, *embeddings* is the error with random embeddings. *control* is the error without centring.
 
 Other classes open a converted checkpoint as well. So models with heads (untied) are converted, saved, and opened by
-AutoModel: what it returns is compared with what the original's checkpoint gives, hidden states aside, which lose their
-mean. Where that is something else (a stream that the head alone norms), opening it must say so: that is *told*.
+AutoModel. Its outputs are compared with those of the original's checkpoint, except hidden states, which lose their
+mean. If AutoModel returns something else (a stream that only the head norms), it has to warn of that: *warned of*.
 """
 
 from __future__ import annotations
@@ -221,10 +221,9 @@ def page(results: list[Result], of: str) -> list[str]:
         f"**{count['exact']} exact** (every LayerNorm that the inputs reach), **{count['in part']} in part**, "
         f"{count['refused']} refused with the reason, "
         f"**{count['wrong']} wrong**; {exact} of {norms} LayerNorms are exact.",
-        f"Largest error {max(errors, default=0.0):.1e} in float64 throughout, {max(as_written, default=0.0):.1e} with "
-        f"what the families compute in float32 inside, {max(embedded, default=0.0):.1e} with embeddings in place of "
-        f"tokens ({len(embedded)} types take them).",
-        "The control is the error of the same swap without any centring.",
+        f"The largest error is {max(errors, default=0.0):.1e} in float64 throughout, "
+        f"{max(as_written, default=0.0):.1e} as written, and {max(embedded, default=0.0):.1e} with embeddings in place "
+        f"of tokens, which {len(embedded)} types take.",
         "",
         *workers.table(
             "model type | status | >LayerNorms | >exact | why the others aren't | >error | >as written | >embeddings "
@@ -232,8 +231,8 @@ def page(results: list[Result], of: str) -> list[str]:
             map(_cells, results),
         ),
         *workers.section("Opened by AutoModel", []),
-        f"{sum(len(r.heads) for r in results)} classes with heads; of {sum(len(r.told) for r in results)} it warns "
-        "that it returns something else.",
+        f"{sum(len(r.heads) for r in results)} classes with heads; for {sum(len(r.told) for r in results)} of them "
+        "AutoModel warns that it returns something else.",
         "",
         *workers.table(
             "model type | classes | warned of",
@@ -250,7 +249,7 @@ def _cells(result: Result) -> tuple[object, ...]:
 
 SWEEP = workers.Sweep(
     title="Function-preserving LayerNorm to RMSNorm over every model type of transformers",
-    says="checked. Tiny random models.",
+    says="Look up here which LayerNorms of a model type become an exact RMSNorm. The models are tiny and random.",
     every=with_layer_norms,
     examine=examine,
     result=Result,

@@ -4,13 +4,14 @@
     python tests/sweeps/fold.py gpt2 bert         # these types; prints what it found
 
 Tiny random models in float64. `norm="folded"` is compared with the model before, and `norm="none"` with `norm="fixed"`
-(both with init="reset": without data all constants are 1), on inputs that the patch hasn't seen. An error above 1e-9,
-and above ten times what noise in the last bit of float64 makes (a choice among candidates may tip), is *wrong*. The
-control is the error where gains and shifts are left out, and no map takes them over.
+(both with `init="reset"`: without data all constants are 1), on inputs that the patch hasn't seen. An error is *wrong*
+if it is above 1e-9 and above ten times what noise in the last bit of float64 makes (a choice among candidates may tip).
+*fixed*: norms whose scale becomes a constant; *gone*: those that `none` removes. *control*: the error if gains and
+shifts are left out and no map takes them over.
 
 Other classes open a folded checkpoint as well. So models with heads (untied) are folded, saved, and opened by
-AutoModel: outputs and hidden states are compared with those of the original's checkpoint, opened likewise. "Kept for
-it" are norms that a head alone reads; the control is the error where `only=` names them, of which opening must warn.
+AutoModel. Outputs and hidden states are compared with those of the original's checkpoint. *kept for it* are norms that
+only a head reads; *control* is the error if `only=` names them, of which opening must warn.
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ def page(every: list[Result], of: str) -> list[str]:
     return [
         f"{of}, {len(results)} model types with a norm: **{count['folded']} folded** (every norm), "
         f"**{count['in part']} in part**, {count['kept']} kept all, {count['refused']} refused with the reason, "
-        f"**{count['wrong']} wrong**; {folded} of {norms} norms are folded, and of "
-        f"{fixed} fixed norms {gone} go altogether. Largest error {max(errors, default=0.0):.1e}.",
+        f"**{count['wrong']} wrong**; {folded} of {norms} norms are folded, and {gone} of {fixed} fixed norms are "
+        f"removed. The largest error is {max(errors, default=0.0):.1e}.",
         "",
         *workers.table(
             "model type | status | >norms | >folded | why the others aren't | >error | >fixed | >gone | >error of none "
@@ -204,7 +205,7 @@ def page(every: list[Result], of: str) -> list[str]:
             "model type | classes | >kept for it | >error | >control",
             (_opened_cells(result) for result in results if result.heads),
         ),
-        *workers.section("Not examined", (f"* {one.model_type}: {one.status}" for one in every if not one.norms)),
+        *workers.by_reason("Not examined", ((one.model_type, one.status) for one in every if not one.norms)),
     ]
 
 
@@ -224,7 +225,7 @@ def _opened_cells(result: Result) -> tuple[object, ...]:
 
 SWEEP = workers.Sweep(
     title="Folded norms over every model type of transformers",
-    says="checked. Tiny random models.",
+    says="Look up here which norms of a model type can be folded into the layers that read them.",
     every=zoo.model_types,
     examine=examine,
     result=Result,

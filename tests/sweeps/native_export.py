@@ -3,7 +3,9 @@
     python tests/sweeps/native_export.py            # writes native_export.json and docs/support/native_export.md
 
 The cases are those of tests/support/native_cases.py: tiny random models with gains, shifts and biases far from zero.
-Each candidate's outputs are compared with the patched model's (hfpatch/export/equality.py says on which inputs).
+Each candidate's outputs are compared with the patched model's, with and without padding (hfpatch/export/equality.py).
+*float64*, *float32*: the largest difference of an output, divided by the output's spread. Classes that always compute
+in float32 don't get below 1e-7 in float64.
 """
 
 from __future__ import annotations
@@ -71,16 +73,14 @@ def page(rows: list[dict[str, Any]], of: str) -> list[str]:
     """The table: one line for each equality."""
     unequal = ((patched(row), f"`{row['asked']}`", why(row)) for row in rows if not row["equal"])
     return [
-        f"{of}; `python tests/sweeps/native_export.py`. Tiny random models; the",
-        "largest difference of an output by its spread, with and without padding. Classes that compute in float32",
-        "whatever their weights are don't get below 1e-7 in float64.",
+        f"Measured with {of}.",
         "",
         *table(rows),
         *workers.section("Equal to nothing", workers.table("patched | asked | why", unequal)),
         *workers.section("Served by", []),
-        "What takes these classes, measured as hfpatch/export/runtimes.py says. In brackets is what the runtime",
-        "computes whatever the config says; `serve=` compares it with the model. Where nothing stands, and for every",
-        "other class, nothing but transformers is known, and `serve=` refuses.",
+        "The runtimes that take these classes, measured as hfpatch/export/runtimes.py says. The brackets say what a",
+        "runtime computes whatever the config says; `serve=` compares this with the model. If a cell is empty, or a",
+        "class isn't listed, it is only known to run in transformers, and `serve=` refuses it.",
         "",
         *served(rows),
     ]
@@ -160,7 +160,7 @@ def why(row: dict[str, Any]) -> str:
 
 SWEEP = workers.Sweep(
     title="What patched models equal",
-    says="",
+    says="Look up here which stock architecture of transformers a patched model can be written as.",
     every=lambda: list(BY_NAME),
     examine=examine,
     result=Result,

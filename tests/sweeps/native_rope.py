@@ -3,9 +3,9 @@
     python tests/sweeps/native_rope.py              # all types; writes native_rope.json and docs/support/native_rope.md
     python tests/sweeps/native_rope.py llama phi    # these; prints what it found
 
-One tiny random model each. `same`: pos=RoPE() leaves every bit of the outputs. `theta`, `linear`, `partial`: the
-patched model against one that transformers builds from a config with those settings, bit for bit. `nope`: dropping the
-rotation changes the outputs. A refusal is shown with its reason.
+The sweep makes a tiny random model of each type. `same`: `pos=RoPE()` changes no bit of the outputs. `theta`, `linear`,
+`partial`: the patched model equals, bit for bit, the model that transformers builds from a config with these settings.
+`nope`: without the rotation the outputs change. *unchanged*: the setting has no effect in so small a model.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ def page(results: list[Result], of: str) -> list[str]:
     }
     lines += workers.table("check | >yes | else", ((name, counts[name].get("yes", 0), rest[name]) for name in CHECKS))
     shown = ((one.model_type, one.unusual.replace("|", "/")) for one in ran if one.unusual)
-    lines += ["", *workers.table("model type | what isn't yes", shown)]
+    lines += ["", *workers.table("model type | what is refused or unchanged", shown)]
     lines += ["", f"All yes: {', '.join(one.model_type for one in ran if not one.unusual)}."]
-    return lines + workers.not_answered(results)
+    return lines + workers.by_reason("Not run", ((one.model_type, one.not_run) for one in results if one.not_run))
 
 
 SWEEP = workers.Sweep(
     title="RoPE's settings in every model type that rotates by itself",
-    says="measured.",
+    says="Look up here which settings of RoPE a model type takes that rotates queries and keys by itself.",
     every=model_types,
     examine=examine,
     result=Result,

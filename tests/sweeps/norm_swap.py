@@ -3,10 +3,10 @@
     python tests/sweeps/norm_swap.py                   # all types; writes norm_swap.json and docs/support/norm_swap.md
     python tests/sweeps/norm_swap.py gpt2 bert         # these types; prints what it found
 
-What is a LayerNorm is settled here without hfpatch: a leaf module is one if what it returns is, by least squares,
-gain * (x - mean) / sqrt(var + eps) + shift per channel. hfpatch then has to convert it or to say why it keeps it
-(otherwise it is *missed*), must convert nothing else, and each new module must return x / sqrt(mean(x^2) + eps) * gain
-+ shift with the gain and shift that were measured on the old one.
+The sweep decides what a LayerNorm is without hfpatch: a leaf module, if its output is, by least squares,
+`gain * (x - mean) / sqrt(var + eps) + shift` per channel. hfpatch has to convert it or to give the reason why it is
+kept (otherwise the module is *missed*), and must convert nothing else. Each new module must return
+`x / sqrt(mean(x^2) + eps) * gain + shift` with the gain and shift that were measured on the old one.
 """
 
 from __future__ import annotations
@@ -375,8 +375,8 @@ def page(results: list[Result], of: str) -> list[str]:
         f"{missed} modules missed; {changed} of {norms} LayerNorms converted, the rest kept for the reasons below.",
         f"Of {len(results)} model types {len(results) - len(not_run)} run here, "
         f"{len(without)} of them have no LayerNorm.",
-        f"In {len(unreached)} of the {counted} the forward (text alone, in models that also take images or sound) "
-        "doesn't reach the LayerNorms: there each new module is checked by itself.",
+        f"In {len(unreached)} of the {counted} types the forward doesn't reach the LayerNorms (models of images or "
+        "sound get text alone). Each new module of these is checked by itself.",
         "",
         *workers.table(
             "model type | status | >LayerNorms | >converted | kept (reason) | class",
@@ -395,7 +395,7 @@ def _cells(result: Result) -> tuple[object, ...]:
 
 SWEEP = workers.Sweep(
     title="LayerNorm to RMSNorm over every model type of transformers",
-    says="checked. Tiny random models.",
+    says="Look up here which norms of a model type are replaced. The models are tiny and random.",
     every=zoo.model_types,
     examine=examine,
     result=Result,

@@ -3,12 +3,12 @@
     python tests/sweeps/operations.py              # all types; writes operations.json and docs/support/operations.md
     python tests/sweeps/operations.py gpt2 bert    # these types; prints what it found
 
-An operation is what PyTorch's dispatcher is asked for, views among them; on a GPU most of them start a kernel, which
-is what eager decoding of a small model spends its time on. The number doesn't hang on the machine. Counted is one step
-that decodes one token with a cache; in models that keep no cache one forward. Tiny random models, most of two layers.
-`fixed` and `none` keep the last norm.
-*Computed* is how often rotations are computed, of how often they are used: where that is less, the layers of a stack
-read what the first one computed, and where it isn't, the host hands its layers no arguments that it doesn't know.
+An operation is a call to PyTorch's dispatcher, views included. On a GPU most operations start a kernel, and eager
+decoding of a small model spends its time on starting kernels. The number doesn't depend on the machine. Counted is one
+step that decodes one token with a cache, or one forward if the model keeps no cache. Most models have two layers.
+`fixed` and `none` keep the last norm. *computed* says how often rotations are computed, of how often they are used. If
+the first number is less, the layers of a stack share the rotation of the first layer. If it isn't, the host hands its
+layers no arguments that it doesn't know.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def totals(results: list[Result]) -> dict[str, int]:
 def page(results: list[Result], of: str) -> list[str]:
     count = totals(results)
     return [
-        f"{of}: of {count['types']} model types {count['rotated']} rotate with `rope`; in {count['shared']} "
-        f"layers share what depends on positions alone, in {count['in each layer']} each computes its own. A "
-        "dash is what hfpatch refuses.",
+        f"{of}: {count['rotated']} of {count['types']} model types rotate with `rope`. In {count['shared']} of them "
+        f"layers share the rotation, in {count['in each layer']} each layer computes its own. A dash means that "
+        "hfpatch refuses the patch.",
         "",
         *workers.table(
             f"model type | >unpatched | {' | '.join(f'>{name}' for name in SCHEMES)} | rope: computed",
@@ -142,7 +142,7 @@ def _cells(result: Result) -> tuple[object, ...]:
 
 SWEEP = workers.Sweep(
     title="Operations of a step, by model type and scheme",
-    says="counted. Tiny random models.",
+    says="Look up here how many operations a patch adds to a decoding step. The models are tiny and random.",
     every=every_type,
     examine=examine,
     result=Result,

@@ -74,7 +74,8 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     quiet_on_one_thread()
     patch_model(gpt2(n_layer=1, n_embd=64, n_head=4, vocab_size=99), **EXACT)  # imports
-    lines = ["| model | work | seconds |", "|---|---|---:|"]
+    lines = ["# Cost of patching", "", "Look up here how long a plan and a patch take, without a repair.", ""]
+    lines += ["| model | work | seconds |", "|---|---|---:|"]
     lines += [f"| {name} | {work} | {value:.2f} |" for name, work, value in rows()]
     lines += ["", f"CPU seconds of one thread, medians of {REPEATS}; Python {platform.python_version()}, "
               f"torch {torch.__version__}, transformers {transformers.__version__}."]  # fmt: skip

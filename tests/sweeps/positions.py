@@ -3,12 +3,12 @@
     python tests/sweeps/positions.py                   # all types; writes positions.json and docs/support/positions.md
     python tests/sweeps/positions.py gpt2 clip         # these types; prints what it found
 
-The proof is that of tests/support/proof.py: moving all positions of a stack by a constant leaves every output alone
-(*shift*), zeroing them doesn't (*active*), no attention is left out, without positions an encoder of text is *blind* to
-order, decoding with a cache equals decoding without (*cached*), text of four times the old length runs (*length*), and
-a saved model loads as what it was. In models that contain a class of another type's only that class's own outputs are
-compared, since detectors around it choose among candidates. A class is *supported* if that holds wherever a forward
-reaches it, *refused* if a plan gives the reason, *wrong* if it was changed and something of it doesn't hold.
+Each class is proved by tests/support/proof.py: a constant added to all positions of a stack leaves every output alone
+(*shift*); positions set to zero change the outputs (*active*); every attention is patched; an encoder of text without
+positions doesn't see order (*blind*); decoding with a cache equals decoding without (*cached*); text of four times the
+old length runs (*length*); a saved model opens as what it was. If a model contains a class of another type, only the
+outputs of that class are compared, since detectors around it choose among candidates. A class is *supported* if this
+holds wherever a forward reaches it, *refused* if a plan gives the reason, *wrong* if it was changed and this fails.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def page(results: list[Result], of: str) -> list[str]:
     return [
         f"{of}: **{count['supported']} of {len(OWNERS)} classes that own a table are supported**, "
         f"{count['refused']} refused with a reason, {count['open']} not served or not reached here, "
-        f"**{count['wrong anywhere']} wrong**; {count['beyond']} more classes beyond that list. They "
-        f"are in {len(families)} model types.",
+        f"**{count['wrong anywhere']} wrong**; {count['beyond']} classes that aren't on this list are supported, too. "
+        f"The supported classes are in {len(families)} model types.",
         "",
         *workers.table(
             "class | status | >shift | >active | >blind | >cached | >length | model types", map(_cells, all_rows)
@@ -225,7 +225,7 @@ def _number(value: float | None) -> str:
 
 SWEEP = workers.Sweep(
     title="RoPE in every class of transformers that owns a table of positions",
-    says="measured. Tiny random models, figures in units of an output's spread.",
+    says="Look up here which classes take RoPE in place of their table. Figures are in units of an output's spread.",
     every=every_type,
     examine=examine,
     result=Result,

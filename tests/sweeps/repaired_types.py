@@ -3,12 +3,13 @@
     python tests/sweeps/repaired_types.py      # all types; writes repaired_types.json, docs/support/repaired_types.md
     python tests/sweeps/repaired_types.py gpt2 albert     # these types; prints what it found
 
-One tiny random model for each request, `norm="dyt"` and `pos="rope"`, calibrated on noise: what is measured is whether
-a family's layers can be replayed and fitted, not how good a trained model is afterwards (repair.md). *repaired*: the
-repair was kept. Its distance on fresh inputs is measured here, by outputs alone, before and after; where it grew, the
-repair *harmed*. *undone*: it didn't help on held-out sequences, and the model is to the bit what copying alone gives.
-*not needed*: the request keeps the function. *refused*: a typed error, and the model is to the bit what it was.
-*wrong*: anything else.
+Each request, `norm="dyt"` and `pos="rope"`, is made on a tiny random model and calibrated on noise. So the sweep
+measures whether a family's layers can be replayed and fitted, not how good a trained model is afterwards.
+
+*repaired*: the repair was kept. Then the sweep measures the distance to the original on fresh inputs, by outputs alone,
+before and after; if it grew, the repair *harmed*. *undone*: the repair didn't help on held-out sequences, and the model
+is, bit for bit, what copying alone gives. *not needed*: the request keeps the function. *refused*: a typed error, and
+no bit has changed. *wrong*: anything else.
 """
 
 from __future__ import annotations
@@ -133,17 +134,13 @@ def totals(results: list[Result]) -> dict[str, Any]:
 
 
 SAYS = """\
-measured. The models are tiny and random and calibrated on noise: the table says on which families a repair runs and \
-does no harm. What it gives back in trained models stands in [Encoders](../results/encoders.md) and \
-[Language models](../results/language-models.md)."""
+Look up here on which model types a repair runs and does no harm. How much a repair gives back in trained models is in \
+[Encoders](../results/encoders.md) and [Language models](../results/language-models.md)."""
 
 
 def page(results: list[Result], of: str) -> list[str]:
     found = totals(results)
-    lines = [
-        f"{of}, {found['of']} model types.",
-        "",
-    ]
+    lines = [f"{of}, {found['of']} model types.", ""]
     for name, request in REQUESTS.items():
         asked = ", ".join(f'{key}="{value}"' for key, value in request.items())
         rows = [(result.model_type, result.outcomes[name]) for result in results if name in result.outcomes]
@@ -159,8 +156,8 @@ def page(results: list[Result], of: str) -> list[str]:
             *workers.table("model type | outcome", ((t, one.verdict) for t, one in rows if not one.steps)),
             "",
         ]
-    others = [f"{result.model_type} ({result.status})" for result in results if result.status != "ok"]
-    return [*lines, "## Not examined", "", ", ".join(others)]
+    others = ((result.model_type, result.status) for result in results if result.status != "ok")
+    return [*lines[:-1], *workers.by_reason("Not examined", others)]
 
 
 SWEEP = workers.Sweep(

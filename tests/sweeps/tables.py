@@ -3,11 +3,11 @@
     python tests/sweeps/tables.py                   # all families; writes tables.json and docs/support/tables.md
     python tests/sweeps/tables.py gpt2 opt          # these; prints what it found
 
-Tables that a class knows of are extended to twice their N rows, of which the first n = N / 2 are repeated. With
-`keep=table` inputs of N tokens must give the same outputs (*N*), with `keep=rows` those of n tokens (*n*); a control:
-with `keep=rows` inputs of N tokens give others (*beyond*). The last two are asked where the class reads a text, whose
-length can be chosen. Equal is: every bit of every floating output of the model and of the class. A class is *supported*
-if that holds, *refused* if a plan gives the reason, *wrong* if it was changed and something doesn't hold.
+Tables that a class knows of are extended to twice their N rows, and the new rows repeat the first n = N / 2. With
+`keep=table` inputs of N tokens must give the same outputs (*N equal*), with `keep=rows` inputs of n tokens (*n equal*).
+As a control, with `keep=rows` inputs of N tokens must give other outputs (*beyond differs*). The last two need a text
+of chosen length. Equal means every bit of every floating output of the model and of the class. A class is *supported*
+if this holds, *refused* if a plan gives the reason, *wrong* if it was changed and this doesn't hold.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ def page(results: list[Result], of: str) -> list[str]:
     count = totals(results)
     return [
         f"{of}: **{count['supported']} "
-        f"classes are supported**, {count['refused']} refused with a reason, **{count['wrong']} wrong**. Of "
-        f"{count['of chosen length']} the inputs could be given any length, and the control holds.",
+        f"classes are supported**, {count['refused']} refused with a reason, **{count['wrong']} wrong**. For "
+        f"{count['of chosen length']} of them the length of the inputs could be chosen, and the control holds.",
         "",
         *workers.table(
             "class | status | >rows before | >N | N equal | >n | n equal | beyond differs | model types",
@@ -222,7 +222,7 @@ def every_type() -> list[str]:
 
 SWEEP = workers.Sweep(
     title="Extended position tables: which inputs stay equal to the bit",
-    says="compared. Tiny random models, float32.",
+    says="Look up here which classes take a longer table. The models are tiny and random, in float32.",
     every=every_type,
     examine=examine,
     result=Result,

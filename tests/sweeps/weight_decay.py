@@ -3,9 +3,10 @@
     python tests/sweeps/weight_decay.py         # all types; writes weight_decay.json and docs/support/weight_decay.md
     python tests/sweeps/weight_decay.py gpt2 bert         # these types; prints what it found
 
-A control of an ablation has to train as the original does, and nothing that a patch adds may decay for its class or
-its name alone: `Decay.differing` in tests/support/decay.py says what each Parameter has to do. On the meta device, so
-without weights.
+A control of an ablation has to train as the original does. So nothing that a patch adds may decay only because of its
+class or its name; `Decay.differing` in tests/support/decay.py says what each Parameter has to do. Models have no
+weights (meta device). *decay*: how many Parameters decay before the patch. A scheme's column: how many of its
+patches the type takes. *left out*: schemes after which a gain that decayed before doesn't. *differ*: what is wrong.
 """
 
 from __future__ import annotations
@@ -93,36 +94,29 @@ def totals(results: list[Result]) -> dict[str, int]:
 def page(results: list[Result], of: str) -> list[str]:
     types, patches, differ = totals(results).values()
     gains = [result for result in results if result.left_out]
-    others = [result for result in results if not result.patched]
     return [
-        f"{of}: **{differ} Parameters differ** in {patches} patches of {types} "
-        "model types. Cells: how many patches of that kind the type takes; what differs stands in the last column.",
-        f"In {len(gains)} types gains decay in the original, where a norm is no nn.LayerNorm and is called otherwise "
-        "than norms are (ln_1, norm1). They do with every scheme that has weight and bias alone, and not where a norm "
-        "has further parameters, which mustn't begin to decay (*left out*).",
+        f"{of}: **{differ} Parameters differ** in {patches} patches of {types} model types.",
+        f"In {len(gains)} types gains decay in the original, because a norm is no nn.LayerNorm and has an unusual name "
+        "(ln_1, norm1). They decay with every scheme that has only weight and bias. They don't if the new norm has "
+        "further parameters, which mustn't begin to decay (*left out*).",
         "",
         *workers.table(
             f"model type | >decay | {' | '.join(f'>{one}' for one in (*NORM_SCHEMES, *OTHERS))} | left out | differ",
             (_cells(result) for result in results if result.patched),
         ),
-        *workers.section("Not patched", [", ".join(result.model_type for result in others)]),
+        *workers.section("Not patched", [", ".join(one.model_type for one in results if not one.patched)]),
     ]
 
 
 def _cells(result: Result) -> tuple[object, ...]:
     counts = [result.patched.get(kind, "") for kind in (*NORM_SCHEMES, *OTHERS)]
-    return (
-        result.model_type,
-        f"{result.decays} of {result.all}",
-        *counts,
-        ", ".join(result.left_out),
-        "; ".join(result.differ) or 0,
-    )
+    found = ", ".join(result.left_out), "; ".join(result.differ) or 0
+    return result.model_type, f"{result.decays} of {result.all}", *counts, *found
 
 
 SWEEP = workers.Sweep(
     title="Weight decay before and after a patch",
-    says="compared.",
+    says="Look up here whether a patch changes which Parameters decay under transformers' Trainer.",
     every=zoo.model_types,
     examine=examine,
     result=Result,
