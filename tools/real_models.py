@@ -303,9 +303,8 @@ def to_markdown(rows: list[Row]) -> str:
     lines = ["# Real models", "", LEGEND]
     for name in dict.fromkeys([*SOURCES, *(row["model"] for row in rows)]):
         own, source = [row for row in rows if row["model"] == name], SOURCES.get(name)
-        if own:
-            lines += ["", f"## {name}", ""]
-            lines += [f"{source.about}. {source.licence}; from {source.origin}." if source else OTHERS]
+        about = f"{source.about}. {source.licence}; from {source.origin}." if source else "By `hfpatch verify-model`."
+        lines += ["", f"## {name}", "", about] if own else []
         if measured := [row for row in own if "refused" not in row]:
             columns = COLUMNS[source.kind] if source else COLUMNS["language"] | COLUMNS["sentence"]
             heads = [*START, *columns, *END]
@@ -318,7 +317,6 @@ def to_markdown(rows: list[Row]) -> str:
     return "\n".join([*lines, "", *dict.fromkeys(machines), ""])
 
 
-OTHERS = "Measured by others: `hfpatch verify-model`."
 START = ("patch", "calibration", "judged on", "norms replaced")
 END = ("CPU s", "passes", "GB", "said", "hfpatch", "date")
 
@@ -331,10 +329,9 @@ def _cells(row: Row, columns: dict[str, tuple[str, str]]) -> list[str]:
     figures = {"copied": row.get("copied", {}), "repaired": row.get("repaired", {})}
     figures["original"] = figures["repaired"] or figures["copied"]
     measured = [shown(figures[whose][name]) if name in figures[whose] else "-" for whose, name in columns.values()]
-    peak = f"{row['peak_gb']:.1f}" if "peak_gb" in row else "-"
-    cost = [f"{row['cpu_seconds']:.0f}", f"{row.get('passes', '-')}", peak]
+    more = (f"{row[name]:.1f}" if name in row else "-" for name in ("passes", "peak_gb"))
     said = "; ".join(row["said"].values()).replace("|", "\\|")
-    return [*start, *measured, *cost, said, row["hfpatch"], row["date"]]
+    return [*start, *measured, f"{row['cpu_seconds']:.0f}", *more, said, row["hfpatch"], row["date"]]
 
 
 def _asked(row: Row) -> str:

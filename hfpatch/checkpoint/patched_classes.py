@@ -55,9 +55,8 @@ from .stored_config import (
     validate_config,
 )
 
-_finish: ContextVar[Callable[[], None] | None] = ContextVar(
-    "_finish", default=None
-)  # the function that ends a save before an upload
+# The function that ends a save before an upload
+_finish: ContextVar[Callable[[], None] | None] = ContextVar("_finish", default=None)
 
 
 class HfpatchConfig(PreTrainedConfig):

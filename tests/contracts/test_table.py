@@ -62,7 +62,6 @@ OPTIONS += [{"mlp": "geglu", "init": "reset"}, {"mlp": "swiglu", "init": "reset"
 JOINT = [{"norm": "rms", "pos": "rope"}, {"norm": "dyt", "pos": "nope"}]
 JOINT += [{"norm": norm, "pos": pos, "mlp": "swiglu"} for norm, pos in (("derf", "alibi"), ("deepnorm", "nope"))]
 JOINT += [{"norm": "batch", "placement": name} for name in ("pre", "olmo2")]
-JOINT += [{"norm": "layer", "pos": "rope", "mlp": "swiglu"}]
 REQUESTS: list[dict[str, str]] = [
     *map(norm_request, NORMS),
     *({"pos": SPELLED.get(name, name)} for name in POSITIONS),

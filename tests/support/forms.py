@@ -16,9 +16,7 @@ from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.rope import RoPE
 
 RUN = (str(Path(sys.executable).with_name("hfpatch")), "run", "--")
-REFUSED = (
-    "hfpatch__install_hfpatch_and_import_it_first"  # what transformers says of the plugin form where it isn't known
-)
+REFUSED = "hfpatch__install_hfpatch_and_import_it_first"  # what transformers says of the plugin form without hfpatch
 
 
 def forms_tokenizer() -> PreTrainedTokenizerFast:

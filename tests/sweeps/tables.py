@@ -215,15 +215,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     return f"`{row.owner}`", row.status, *figures, row.shown
 
 
-def every_type() -> list[str]:
-    """The model types, parts and variants that the classes are proved on."""
-    return sorted({proof.HOMES[owner] for owner in proof.here()})
-
-
 SWEEP = workers.Sweep(
     title="Extended position tables: which inputs stay equal to the bit",
     says="Look up here which classes take a longer table. The models are tiny and random, in float32.",
-    every=every_type,
+    every=lambda: sorted({proof.HOMES[owner] for owner in proof.here()}),
     examine=examine,
     result=Result,
     page=page,
