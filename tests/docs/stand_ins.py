@@ -23,19 +23,17 @@ _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 _LLAMA = {**_BERT, "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 _VIT = {**_BERT, "image_size": 32, "patch_size": 8}
+_CLIP = {"text_config": {**_BERT, "vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2}, "vision_config": _VIT}
 # id on the Hub: (Auto class, model type, settings)
 STAND_INS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "openai-community/gpt2": (AutoModelForCausalLM, "gpt2", {"n_embd": 32, "n_layer": 4, "n_head": 4}),
-    "facebook/opt-125m": (
-        AutoModelForCausalLM,
-        "opt",
-        {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    ),
+    "facebook/opt-125m": (AutoModelForCausalLM, "opt", {**_BERT, "word_embed_proj_dim": 32, "ffn_dim": 64}),
     "google-bert/bert-base-uncased": (AutoModelForMaskedLM, "bert", _BERT),
     "FacebookAI/roberta-base": (AutoModelForMaskedLM, "roberta", {**_BERT, "max_position_embeddings": 514}),
     "sentence-transformers/all-MiniLM-L6-v2": (AutoModel, "bert", _BERT),
     "google-t5/t5-small": (AutoModelForSeq2SeqLM, "t5", _T5),
     "google/vit-base-patch16-224": (AutoModelForImageClassification, "vit", _VIT),
+    "openai/clip-vit-base-patch32": (AutoModel, "clip", _CLIP),
     "meta-llama/Llama-3.2-1B": (AutoModelForCausalLM, "llama", _LLAMA),
     "Qwen/Qwen2.5-0.5B": (AutoModelForCausalLM, "qwen2", _LLAMA),
 }

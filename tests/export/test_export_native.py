@@ -60,6 +60,7 @@ KINDS = [
     "gemma (CausalLM): norm='layer'",
     "llama (CausalLM): pos='rope:theta=500'",
     "phi3 (CausalLM): pos='rope:theta=500'",
+    "clip (base)",
     "bert (base): norm='deepnorm'",
     "bert (MaskedLM): pos='rope', norm='deepnorm'",
     "bert (TokenClassification): pos='rope', mlp='geglu",
@@ -118,8 +119,7 @@ def test_windows_that_short_texts_dont_show() -> None:
         found = list(candidates(replace(case, options={**case.options, "sliding_window": window}).model()))
         assert tuple(each.model_type for each in found if each.equal) == equal
     assert found[-1].reason == "it has no mistral with sliding_window=63"
-    local = patch(tiny("gpt_neo", LM), pos="rope")
-    assert "layers of global, local" in next(candidates(local, "gpt_neox")).reason
+    assert "layers of global, local" in next(candidates(patch(tiny("gpt_neo", LM), pos="rope"), "gpt_neox")).reason
 
 
 WRONG: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {  # a target, other paths, other facts

@@ -44,6 +44,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = tiny_models.CONFIGS | {
     "qwen3": ("Qwen3Config", tiny_models._LLAMA | {"head_dim": 8}),
     "qwen2": ("Qwen2Config", tiny_models._LLAMA | {"use_sliding_window": False}),
     "camembert": ("CamembertConfig", tiny_models._BERT),
+    "clip": ("CLIPConfig", {"text_config": tiny_models._BERT, "vision_config": tiny_models.CONFIGS["vit"][1]}),
     "xlm-roberta": ("XLMRobertaConfig", tiny_models._BERT),
 }
 
@@ -121,6 +122,7 @@ CASES = (
     case("vit", BASE, "vit", NOPE),
     case("bart", "AutoModelForSeq2SeqLM", "bart", {"pos": "sinusoidal"}),
     case("whisper", "AutoModelForSpeechSeq2Seq", "whisper", NOPE),
+    case("clip", BASE, "clip", {"pos": "learned:max_positions=99"}),  # its text's table, not its grid
     case("t5", "AutoModelForSeq2SeqLM", "t5", NOPE),
     case("llama", LM, "llama", {"pos": "rope:theta=500"}),
     case("llama", LM, "llama", YARN),
