@@ -95,7 +95,7 @@ def pattern_of(name: str) -> str:
 
 
 def modules_at(root: nn.Module, pattern: str) -> list[tuple[str, tuple[nn.Module, ...]]]:
-    """Yield (name, modules from `root` down to it) of every match of a pattern; "" is `root` itself."""
+    """Return (name, modules from `root` down to it) of every match of a pattern; "" is `root` itself."""
     found: list[tuple[str, tuple[nn.Module, ...]]] = [("", (root,))]
     for piece in pattern.split(".") if pattern else ():
         found = [

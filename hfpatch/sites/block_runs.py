@@ -203,7 +203,7 @@ def stream_blocks(model: nn.Module, inputs: Mapping[str, Any]) -> list[Block]:
 def observe_blocks(
     model: nn.Module, inputs: Mapping[str, Any], names: Collection[str], foreign: bool = True
 ) -> list[Block]:
-    """Yield a model's blocks in the order of their first calls, with recorded arguments.
+    """Return a model's blocks in the order of their first calls, with recorded arguments.
 
     Args:
         model, inputs: as in `find_branches`.
