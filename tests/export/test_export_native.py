@@ -29,7 +29,7 @@ def one(name: str) -> Case:
     return next(case for case in CASES if case.name.startswith(name))
 
 
-@pytest.mark.parametrize("name", ["gpt2 (CausalLM): pos='rope'", "qwen2 (CausalLM): pos='nope'"])
+@pytest.mark.parametrize("name", ["gpt2 (CausalLM): pos='rope'", "qwen2 (CausalLM): pos='nope'", "phi3"])
 def test_it_opens_as_a_stock_model_and_writes_the_same_texts(name: str, tmp_path: Path) -> None:
     """Under padding, and in what is generated."""
     model = one(name).model()

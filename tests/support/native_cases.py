@@ -127,8 +127,8 @@ CASES = (
     case("llama", LM, "llama", {"pos": "rope:theta=500"}),
     case("llama", LM, "llama", YARN),
     case("gemma", LM, ("gemma", "llama"), {"pos": "rope:theta=77"}),
-    case("phi3", LM, ("phi3", "llama"), {"pos": "rope:theta=500"}),  # maps fused there, split here
-    case("phi3", LM, ("llama", "smollm3"), NOPE),
+    case("phi3", LM, ("llama", "smollm3"), NOPE),  # maps fused there, split here
+    case("phi3", LM, ("phi3", "llama"), {"pos": "rope:theta=500"}),
     case(
         "nemotron",
         LM,
