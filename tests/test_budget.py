@@ -40,13 +40,13 @@ SIZES = {
     "lines of recipes": Budget(6_843, 1_748),
     "files of recipes": Budget(38, 8),
     "lines of tools": Budget(6_968, 6_962),  # what makes docs/results was among the recipes before
-    "lines of tests": Budget(45_896, 43_857),  # held since they are a table; 42,278 in 0.3.0
+    "lines of tests": Budget(45_896, 43_847),  # held since they are a table; 42,278 in 0.3.0
     "public names": Budget(24, 24),
     "public definitions without a docstring": Budget(13, 13),
 }
 OF_A_CALL = {  # patch_model with a repair; another transformers may need a module more or less
     "modules imported by a patch": Budget(149, 132),
-    "lines imported by a patch": Budget(23_970, 23_142),
+    "lines imported by a patch": Budget(23_970, 23_141),
 }
 EFFECTS: set[str] = set()  # what `import hfpatch` changes in other packages, besides its entries in the Auto classes
 
