@@ -81,9 +81,9 @@ FAULTS = [
     ),
     Fault(
         "the gate of a fused MLP is taken for its other half",
-        "export/anatomy.py",
-        '("gate", "up")',
-        '("up", "gate")',
+        "export/read.py",
+        'parts["gate"], parts["up"] =',
+        'parts["up"], parts["gate"] =',
         ("export/test_export_native.py",),
     ),
     Fault(

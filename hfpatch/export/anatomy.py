@@ -123,11 +123,6 @@ def split_qkv(fused: Affine, layout: FamilyLayout, heads: int) -> Parts:
     return {role: fused.rows(index) for role, index in zip(QKV, channels, strict=True)}
 
 
-def split_gate_up(fused: Affine) -> Parts:
-    """Split the fused first layer of a gated MLP, whose first half is the gate."""
-    return dict(zip(("gate", "up"), map(fused.rows, torch.arange(len(fused.weight)).chunk(2)), strict=True))
-
-
 def fuse_qkv(anatomy: Anatomy, block: Parts, layout: FamilyLayout) -> Affine:
     """Fuse a block's queries, keys and values into one projection."""
     parts = [block[role] for role in QKV]

@@ -15,12 +15,12 @@ from ..measure.inputs import Inputs, example_inputs
 from ..measure.outputs import FACTOR, Deviation, noise_floor, outputs_of
 from ..measure.quiet_forward import cast_for_model, inference_state
 from ..measure.randomness import seed_deterministically
-from ..measure.snapshot import media_inputs
+from ..measure.shrink import BATCH
+from ..measure.snapshot import attempt, media_inputs
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}  # relative to an output's spread
 LENGTHS = (1, 6, 23)
 _BEYOND_ROUNDING = 1e-2  # rounding explains no larger error
-_MEDIA = {"pixel_values", "input_features", "input_values"}  # CLIP and similar models read these besides any text
 _MOST_PARAMETERS = 2**30  # parameters; no float64 copy is made of larger models
 
 Case = tuple[str, dict[str, Any], Tensor | None]  # its name, keyword arguments, attention mask
@@ -122,12 +122,15 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterato
     for draw in range(2 if "pixel_values" in takes and "pixel_values" in also else 0):
         if image := media_inputs(model, draw):
             yield f"text and image {draw}", image, None
-    media = {name: value for name, value in example_inputs(model).items() if name in _MEDIA}
+    given = example_inputs(model)
+    media = {name: one for name, one in given.items() if getattr(one, "shape", ())[:2] != given["input_ids"].shape}
+    if media and isinstance(attempt(model, lambda: given | dict.fromkeys(media)), dict):  # GIT's texts need no image
+        media = {}
     config = model.config.get_text_config()
     pad, types = getattr(config, "pad_token_id", None), getattr(config, "type_vocab_size", 0) or 0
     alone = "SequenceClassification" in type(model).__name__ and pad is None
     for length in sorted({min(length, longest or length) for length in (*LENGTHS, beyond) if length}):
-        rows, extra = 1 if alone else 3, dict(media)
+        rows, extra = 1 if alone else BATCH if media else 3, dict(media)
         with seed_deterministically(length), torch.device("cpu"):
             ids = Inputs(model).ids(rows, length)
             if types > 1 and "token_type_ids" in takes and "token_type_ids" in also:

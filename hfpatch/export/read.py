@@ -22,7 +22,7 @@ from ..schemes.position_schemes import ALiBi
 from ..schemes.request import Record
 from ..schemes.rope import PARTIAL, RoPE, rotation_after
 from ..sites.rotations import find_rotations
-from .anatomy import Affine, Anatomy, Parts, change_roles, split_gate_up, split_qkv
+from .anatomy import Affine, Anatomy, Parts, change_roles, split_qkv
 from .layouts import EMBEDDING_DROPOUT, SETTINGS, FamilyLayout
 from .weights import Weights, body_of, gains_of, module_at, sections
 
@@ -118,7 +118,8 @@ def _with_constant(weights: Weights, stem: Parts, body: nn.Module, layout: Famil
 def _with_plain_scores(parts: Parts, block: nn.Module, layout: FamilyLayout, heads: int) -> Parts:
     """A block with no fused maps, whose scores are q . k / sqrt(head_dim)."""
     if "gate_up" in parts:
-        parts |= split_gate_up(parts.pop("gate_up"))
+        fused = parts.pop("gate_up")
+        parts["gate"], parts["up"] = map(fused.rows, torch.arange(len(fused.weight)).chunk(2))
     if "qkv" in parts:
         parts |= split_qkv(parts.pop("qkv"), layout, heads)
     usual = (len(parts["query"].weight) // heads) ** -0.5
