@@ -116,23 +116,20 @@ def patch_model(
     others = {"example_inputs": example_inputs, "calibration": calibration, "tokenizer": tokenizer, "fit": fit}
     request = Request.of(schemes, only, keep, init, **others, reversible=reversible, compile=compile)
     new_lengths = _new_lengths(request)
-    plan, prices = make_plan(model, request), dict[str, float]()
+    plan = make_plan(model, request)
     kept = _undo_state_for(model) if request.reversible else None
     _require_patchable(plan, model, request)
     data = None if calibration is None else calibration_for(model, calibration, tokenizer)
     if request.budget is not None and data is not None:
         from .repairs.prices import within_budget  # other requests don't need this import
 
-        prices, staying = within_budget(model, plan, request.budget, data)
-        plan = make_plan(model, request.keeping(staying))
+        plan = make_plan(model, request.keeping(within_budget(model, plan, request.budget, data)))
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
     transaction = Transaction.on(model) if kept is None else kept.transaction
     with transaction.all_or_nothing():
         if plan.planned:
             _keep_on_model(model, UNDO_STATE, kept, transaction)  # first in the log, so that it is undone last
             plan, report = _carry_out(plan, request, model, transaction, data)
-            if report is not None:
-                report.prices = prices
         for target, name, length in new_lengths:
             transaction.set_attribute(target, name, length)
         if plan.planned:

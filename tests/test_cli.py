@@ -237,7 +237,6 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
         ("verify {own} {own} --text {own}/config.json", "no tokenizer for the text"),
         ("verify {own} {other}", "is a distilbert model"),
         ("verify {own} ./no/such/folder", "Error: "),
-        ("verify-model {own} --text {own}/config.json --norm dyt", "no tokenizer for the text"),
         ("verify-model {own} --text {own}/config.json --calibration {own}/config.json", "another file than"),
         ("verify {own} {own} --text ./no/such/file", "Error: "),
     ],

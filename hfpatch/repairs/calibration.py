@@ -267,6 +267,7 @@ class Calibration:
 
     Attributes:
         drawn: whether the original writes the data.
+        prices: by norm, what its replacement alone costs on the data; empty without a budget.
     """
 
     def __init__(self, data: Any, tokenizer: Any = None):
@@ -274,6 +275,7 @@ class Calibration:
         self.drawn = callable(draw)
         self._read = lambda model: read_calibration(draw(model) if self.drawn else data, model, tokenizer)
         self._batches: Batches | None = None
+        self.prices: dict[str, float] = {}
 
     def batches(self, original: PreTrainedModel) -> Batches:
         """Return the data as batches that the original takes.

@@ -37,23 +37,21 @@ from .norm_fit import fit_norm
 _FITTED, _JUDGED = 4096, 1024  # about so many tokens fit a norm, and judge it, at most
 
 
-def within_budget(
-    model: PreTrainedModel, plan: Any, budget: float, calibration: Calibration
-) -> tuple[dict[str, float], list[str]]:
-    """Return the price of each norm that a plan replaces, and the norms to keep so that the others fit a budget.
+def within_budget(model: PreTrainedModel, plan: Any, budget: float, calibration: Calibration) -> list[str]:
+    """Return the norms of a plan to keep so that the others fit a budget.
 
     Args:
         model: the original, which isn't changed.
         plan: the `Plan` of the patch.
         budget: how far the outputs may be from the original's before a repair: nats of KL divergence, or what
             `token_distances` says.
-        calibration: the data that prices are measured on.
+        calibration: the data that prices are measured on; it gets them.
 
     Raises:
         OptionError: not even the cheapest norm fits; or as in `Calibration.batches`.
     """
     with norm_prices(model, plan, calibration) as found:
-        prices = found.alone()
+        prices = calibration.prices = found.alone()
         cheapest = sorted(prices, key=lambda name: prices[name])
         count = bisect_right(range(1, len(prices) + 1), budget, key=lambda n: found.together(cheapest[:n]))
     if prices and not count:  # norms whose swap keeps the function have no price
@@ -61,7 +59,7 @@ def within_budget(
             f"keep='auto:{budget:g}' keeps all {len(prices)} norms: the cheapest, {cheapest[0]}, costs "
             f"{prices[cheapest[0]]:.2g} if it alone is replaced. Allow more, or patch without it."
         )
-    return prices, [name for name in prices if name in cheapest[count:]]
+    return [name for name in prices if name in cheapest[count:]]
 
 
 @contextmanager

@@ -128,6 +128,7 @@ def repair(
         new = BlockReplay(model, batches)
         old = BlockReplay(reference, batches)
         repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself, writes=not data.drawn)
+        repairer.report.prices = data.prices
         record, original = Record.of(model.config), Record.of(reference.config)
         repairer.run(record, original)
         transaction.set_attribute(model.config, KEY, record.with_repair(original, repairer.report.outcome()).to_json())
@@ -215,7 +216,7 @@ class _Repairer:
                 f"{name}: the patched model gives NaN or infinite outputs: before a repair on {_listed(broken)}{also}. "
                 f"The model was left unchanged. {report.advice or _KEEP}"
             )
-        if needed and not report.kept and not report.little_left:
+        if needed and not report.kept and not report.little_left and not report.prices:  # a budget allows what is left
             raise UnsupportedError(
                 f"{name}: a norm with a constant scale needs its repair, and the repair was undone: {report.summary()} "
                 f"The model was left unchanged. {'' if report.advice else _KEEP}".rstrip()

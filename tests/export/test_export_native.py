@@ -59,7 +59,6 @@ KINDS = [
     "gpt2 (CausalLM): norm='layer:bias=false', pos='rope', mlp='swiglu', init='reset', norm='rms'",
     "gemma (CausalLM): norm='layer'",
     "llama (CausalLM): pos='rope:theta=500'",
-    "phi3 (CausalLM): pos='rope:theta=500'",
     "clip (base)",
     "bert (base): norm='deepnorm'",
     "bert (MaskedLM): pos='rope', norm='deepnorm'",

@@ -186,7 +186,8 @@ def test_without_its_repair_a_norm_that_needs_one_is_rolled_back(monkeypatch: py
     with pytest.raises(UnsupportedError, match="needs its repair, and the repair was undone: Repair on 16 sequences"):
         patched(model, data, {"norm": "fixed"})
     assert not changes(before, fingerprint(model))
-    assert not repair_report(patched(model, data, {"norm": "dyt"})).kept
+    within = patched(model, data, {"norm": "fixed", "keep": "auto:9"})  # the user allowed what is left
+    assert [repair_report(one).kept for one in (patched(model, data, {"norm": "dyt"}), within)] == [False, False]
 
 
 BAD = [(norm, bad) for norm in ("fixed", "none", "dyt") for bad in (float("nan"), float("inf"), 1e20)]

@@ -134,8 +134,9 @@ def test_a_norm_whose_scale_the_next_norms_take_out_costs_nothing(kind: str, cos
             parameter.mul_(4 if parameter.dim() > 1 else 1)
     words = model.config.get_text_config().vocab_size
     batches = [{"input_ids": one["input_ids"] % words} for one in data()]
-    prices, _ = within_budget(model, plan_patch(model, norm="fixed"), 100.0, Calibration(batches))
-    found = {name.rpartition(".")[2]: price for name, price in prices.items() if name.startswith("layers.0.")}
+    within_budget(model, plan_patch(model, norm="fixed"), 100.0, calibration := Calibration(batches))
+    prices = calibration.prices.items()
+    found = {name.rpartition(".")[2]: price for name, price in prices if name.startswith("layers.0.")}
     for name, cost in costs.items():
         assert found[name] > 1e-4 if cost else found[name] < 1e-12, (name, found[name])
 
