@@ -292,7 +292,7 @@ def verify_model(
         "copied" if repaired is None else "repaired": measured.figures(),
         "said": dict(hfpatch.outcomes(built)),
         "cpu_seconds": round(seconds, 1),
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.platform(),
         "hfpatch": hfpatch.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
