@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .checkpoint.file_digests import report_of
 from .checkpoint.patched_classes import patched_model_class
 from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .core.bare import has_weights, require_bare, require_unquantized
@@ -27,13 +26,10 @@ from .plan import Plan, make_plan
 from .repairs.calibration import Calibration, calibration_for, require_data
 from .repairs.repair import repair
 from .repairs.repair_report import RepairReport
-from .runtime.gated import GatedLinear
 from .runtime.lens import LENS, host_class
-from .runtime.norms import AffineNorm
 from .runtime.patch_errors import UnsupportedError
 from .runtime.record import KEY, REPAIR
-from .schemes.placements import Placement
-from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Request
+from .schemes.request import MLPChoice, NormChoice, PlacementChoice, PositionChoice, Record, Request
 from .schemes.verdicts import EXACT, Outcome, Outcomes
 
 M = TypeVar("M", bound=Any)  # a PreTrainedModel, or a holder of one
@@ -51,7 +47,7 @@ def patch_model(
     pos: PositionChoice | None = None,
     *,
     mlp: MLPChoice | None = None,
-    placement: str | Placement | None = None,
+    placement: PlacementChoice | None = None,
     only: str | Iterable[str] | None = None,
     keep: str | Iterable[str] | None = None,
     init: str = "auto",
@@ -272,6 +268,8 @@ def repair_report(model: nn.Module) -> RepairReport | None:
         >>> print(repair_report(patch_model(model, norm="dyt", calibration=few)).summary())
         Repair on 8 sequences...: KL divergence ... -> ... on 2 held-out sequences...
     """
+    from .checkpoint.file_digests import report_of  # a patch needs no files
+
     return report_of(model)
 
 
@@ -370,7 +368,7 @@ def _keep_as_initialised(model: nn.Module, old: Iterable[nn.Parameter]) -> None:
     old_ids = set(map(id, old))
     for module in model.modules():
         is_new = any(id(parameter) not in old_ids for parameter in module.parameters(recurse=False))
-        if is_new or isinstance(module, AffineNorm | GatedLinear):
+        if is_new or hasattr(module, "replacing"):
             for value in (*module.modules(), *module.parameters()):
                 vars(value)["_is_hf_initialized"] = True
 

@@ -28,7 +28,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .checkpoint.sentence_modules import text_length_of
 from .core.bare import require_bare, require_outermost, require_unquantized
 from .core.holders import unwrap_holders
 from .core.plan_table import Change, HostStep, Kept, Row, group_rows
@@ -46,8 +45,7 @@ from .planners.table_swaps import takes_any_length
 from .repairs.sample import generates
 from .runtime.apply import apply, condense
 from .runtime.edits import Edit
-from .schemes.placements import Placement
-from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Request, require_order, require_same_init
+from .schemes.request import MLPChoice, NormChoice, PlacementChoice, PositionChoice, Record, Request, new_requests
 from .sites.sites import Sites
 
 
@@ -255,7 +253,7 @@ def plan_patch(
     pos: PositionChoice | None = None,
     *,
     mlp: MLPChoice | None = None,
-    placement: str | Placement | None = None,
+    placement: PlacementChoice | None = None,
     only: str | Iterable[str] | None = None,
     keep: str | Iterable[str] | None = None,
     init: str = "auto",
@@ -317,10 +315,8 @@ def make_plan(model: PreTrainedModel, request: Request) -> Plan:
     require_outermost(model)
     require_example(request.example_inputs, model)
     record = Record.of(model.config)
-    requested = {kind: parts for kind, parts in request.parts.items() if not record.has(kind, parts)}
-    require_same_init(request.parts, record)
-    require_order(requested, record)
-    sites, results = Sites(model, request.example_inputs, partial(text_length_of, model)), list[PlannerResult]()
+    requested = new_requests(request.parts, record)
+    sites, results = Sites(model, request.example_inputs, partial(_text_length, model)), list[PlannerResult]()
     for kind, parts in requested.items():
         found = [planner_of(part.scheme)(sites, part) for part in parts]
         results += [] if record.has(kind, tuple(one.part for one in found)) else found  # as planners complete them
@@ -335,6 +331,13 @@ def make_plan(model: PreTrainedModel, request: Request) -> Plan:
     require_valid_config(model, plan.lengths)
     plan.record.require_readable()
     return plan
+
+
+def _text_length(model: PreTrainedModel) -> int | None:
+    """The length of the texts that a sentence encoder was trained for; only a longer table asks for it."""
+    from .checkpoint.sentence_modules import text_length_of
+
+    return text_length_of(model)
 
 
 def _derive(model: nn.Module, planned: Sequence[PlannerResult]) -> ConfigDiff:

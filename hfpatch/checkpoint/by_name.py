@@ -27,7 +27,8 @@ from .auto_classes import class_to_build
 from .file_digests import digests_or_warning
 from .files import finder
 from .mapped_weights import files_of, open_mapped
-from .patched_classes import patched_model_class, with_loading_info
+from .patched_classes import patched_model_class
+from .pretrained import with_loading_info
 from .sentence_modules import MODULES
 
 _RANDOM = "config:"

@@ -163,7 +163,7 @@ def require_known_names(
             "opens it otherwise than the version that it was saved with. Install that version. If this is intended: "
             "from_pretrained(..., check_fingerprint=False), and save_pretrained."
         )
-    warnings.warn(f"{afresh}: it was saved without them.", FingerprintWarning, stacklevel=3)
+    warnings.warn(f"{afresh}: it was saved without them.", FingerprintWarning, stacklevel=4)
 
 
 def warn_of_lost_weights(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> None:
@@ -174,4 +174,4 @@ def warn_of_lost_weights(model: PreTrainedModel, state_dict: Mapping[str, Any]) 
     lost = sorted(model.state_dict().keys() - state_dict.keys() - ignored)
     if lost:
         message = f"state_dict= lacks {len(lost)} weights of {type(model).__name__} ({lost[0]}), and is saved so."
-        warnings.warn(message, FingerprintWarning, stacklevel=3)
+        warnings.warn(message, FingerprintWarning, stacklevel=4)

@@ -12,11 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.transaction import Transaction
 from ..planners.config_diff import Setting, config_at
-from ..planners.image_tables import IMAGE_SIZE
 from ..runtime.host_rotary import ROPE_SETTINGS_PATH
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from ..runtime.rotary import ORIGINAL
+from ..schemes.learned import IMAGE_SIZE
 from ..schemes.request import Record
 from ..sites.rotations import configs_of_parts
 from .patched_classes import registered_config_class

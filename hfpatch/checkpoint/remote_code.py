@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .. import runtime
 from ..runtime.classes import CODE
-from ..runtime.edits import COMPONENTS, Edit
+from ..runtime.edits import Edit, find_component
 from ..runtime.lens import LENS, host_class
 from ..runtime.patch_errors import UnsupportedError
 from ..runtime.record import KEY, edits_of
@@ -84,16 +84,22 @@ def classes_by_auto_class(model: PreTrainedModel) -> dict[str, type]:
     return found
 
 
-def _modeling_text(model: PreTrainedModel, autos: dict[str, type], components: dict[str, list[str]]) -> str:
-    """Source of the modeling file; `components` are from outside the runtime, by their files."""
+def _modeling_text(
+    model: PreTrainedModel, autos: dict[str, type], components: dict[str, list[str]], others: Collection[str]
+) -> str:
+    """Source of the modeling file, which imports all `components`, by their files: transformers copies what it imports.
+
+    Args:
+        others: which of the files are from outside the runtime, which finds its own components by itself.
+    """
     host, family = host_class(type(model)), host_class(type(model.config))
     lensed = ", lensed=True" if LENS in vars(model) else ""
     classes = [
         _CLASS.format(name=cls.__name__, config=family.__name__, lensed=lensed if cls is host else "")
         for cls in dict.fromkeys(autos.values())
     ]
-    imported = [f"from .{file} import {', '.join(names)}\n" for file, names in components.items()]
-    registered = [f"\nregister_component({name})" for names in components.values() for name in names]
+    imported = [f"from .{file} import {', '.join(names)}\n" for file, names in sorted(components.items())]
+    registered = [f"\nregister_component({name})" for file in others for name in components[file]]
     pairs = ", ".join(f'"{auto}":~{cls.__name__}' for auto, cls in autos.items())
     package, _, module = host.__module__.rpartition(".")
     return _TEXT.format(
@@ -105,7 +111,7 @@ def _modeling_text(model: PreTrainedModel, autos: dict[str, type], components: d
         config_package=family.__module__,
         model_package=package,
         model_module=module,
-        imported="".join(["from .edits import register_component\n", *imported] if imported else []),
+        imported="".join(["from .edits import register_component\n"] * bool(others) + imported),
         registered="".join([*registered, "\n"] if registered else []),
         classes="".join(classes),
         auto_map=textwrap.indent(textwrap.fill(pairs, 115).replace("~", " "), "    ") + ",",
@@ -143,7 +149,7 @@ def add_remote_code(model: PreTrainedModel, folder: Any, wanted: bool, required:
         warnings.warn(
             f"{type(model).__name__} was opened from a checkpoint with code that opens it without hfpatch, and is now "
             f"saved in a form that needs hfpatch: {error}",
-            stacklevel=5,
+            stacklevel=6,
         )
     try:
         yield
@@ -164,12 +170,15 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
     runtime_files = {path.stem: path for path in _runtime_files()}
     sources: dict[str, str] = {}
     components: dict[str, list[str]] = {}
-    for module, names in _other_components(edits_of(model.config, type(model).__name__)).items():
+    for module, names in _components(edits_of(model.config, type(model).__name__)).items():
         file = module.rpartition(".")[2]
+        if module.startswith(_OURS):
+            components[file] = names
+            continue
         if file in (*runtime_files, *sources, CODE):
             raise UnsupportedError(f"{module}: another file beside it is called {file}.py already. Rename it.")
         sources[file], components[file] = _portable(sys.modules[module]), names
-    sources[CODE] = _modeling_text(model, autos, components)
+    sources[CODE] = _modeling_text(model, autos, components, [*sources])
     folder.mkdir(parents=True, exist_ok=True)
     for path in runtime_files.values():
         shutil.copyfile(path, folder / path.name)
@@ -179,15 +188,13 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
     return {auto: f"{CODE}.{cls.__name__}" for auto, cls in (config | autos).items()}
 
 
-def _other_components(edits: Iterable[Edit]) -> dict[str, list[str]]:
-    """The components of edits from outside the runtime, by their modules."""
+def _components(edits: Iterable[Edit]) -> dict[str, list[str]]:
+    """The components that edits name, by their modules."""
     found: dict[str, list[str]] = {}
     trees = [ast.parse(repr(edit.value)) for edit in edits]
     calls = {node.func.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)}  # type: ignore[attr-defined]
     for name in sorted(calls):
-        module = COMPONENTS[name].__module__
-        if not module.startswith(_OURS):
-            found.setdefault(module, []).append(name)
+        found.setdefault(find_component(name).__module__, []).append(name)
     return found
 
 

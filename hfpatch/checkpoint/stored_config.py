@@ -19,7 +19,6 @@ from ..runtime.refuse_host import FILE, is_sentence
 from .auto_classes import model_types_of
 from .files import is_plain_name
 
-OPENED = "_hfpatch_opened"  # attribute of a config read from disk: a `ConfigFile`
 # settings that change no output in eval mode, or that loading itself sets
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
@@ -64,7 +63,7 @@ class ConfigFile(NamedTuple):
         )
         if refuse:
             raise CheckpointError(message)
-        warnings.warn(message, FingerprintWarning, stacklevel=3)
+        warnings.warn(message, FingerprintWarning, stacklevel=4)
 
 
 def validate_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:

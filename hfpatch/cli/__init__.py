@@ -20,7 +20,6 @@ from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.by_name import config_of, is_config, open_model, opening, random_weights
 from ..checkpoint.file_digests import compare, read_digests
 from ..checkpoint.sentence_modules import with_modules
-from ..checkpoint.stored_config import OPENED
 from ..core.mapped import unload_after_forward
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
@@ -37,45 +36,17 @@ from ..plan import plan_patch
 from ..runtime.lens import host_class
 from ..runtime.patch_errors import PatchError
 from ..runtime.qk_layouts import Fused
-from ..runtime.record import KEY
+from ..runtime.record import KEY, OPENED
 from ..schemes.request import Record, Request, budget_in
 from ..schemes.verdicts import EXACT, MEASUREMENT_NOTE, outcome_table
 from ..verification import verify as verification
 from ..verification.verify_report import Report
+from . import options
 from .launcher import launch
-from .options import (
-    Calibration,
-    Commands,
-    Examples,
-    Fit,
-    Form,
-    Head,
-    Init,
-    Keep,
-    Length,
-    Mlp,
-    Model,
-    Norm,
-    Only,
-    Overwrite,
-    Patched,
-    Placement,
-    Pos,
-    Reference,
-    Shard,
-    Text,
-    Trust,
-    choices,
-    data_of_repair,
-    one_of,
-    option,
-    require_apart,
-    require_size,
-    texts_of,
-)
+from .options import choices, data_of_repair, one_of, option, require_apart, require_size, texts_of
 
 app = typer.Typer(
-    cls=Commands,
+    cls=options.Commands,
     help="Architecture surgery for Hugging Face models.",
     no_args_is_help=True,
     add_completion=False,
@@ -127,16 +98,16 @@ def families() -> None:
 
 @app.command()
 def plan(
-    model: Model,
-    norm: Norm = None,
-    pos: Pos = None,
-    mlp: Mlp = None,
-    only: Only = None,
-    keep: Keep = None,
-    init: Init = "auto",
-    placement: Placement = None,
-    head: Head = None,
-    trust_remote_code: Trust = False,
+    model: options.Model,
+    norm: options.Norm = None,
+    pos: options.Pos = None,
+    mlp: options.Mlp = None,
+    only: options.Only = None,
+    keep: options.Keep = None,
+    init: options.Init = "auto",
+    placement: options.Placement = None,
+    head: options.Head = None,
+    trust_remote_code: options.Trust = False,
 ) -> None:
     """Show what a patch would change.
 
@@ -152,24 +123,24 @@ def plan(
 
 @app.command()
 def patch(
-    model: Model,
+    model: options.Model,
     out: Annotated[Path, typer.Argument(help="Folder for the patched checkpoint.")],
-    norm: Norm = None,
-    pos: Pos = None,
-    mlp: Mlp = None,
-    only: Only = None,
-    keep: Keep = None,
-    init: Init = "auto",
-    placement: Placement = None,
-    head: Head = None,
-    calibration: Calibration = None,
-    sequences: Annotated[int, option("How many sequences the repair reads.", min=2)] = SEQUENCES,
-    length: Length = LENGTH,
-    fit: Fit = "qk",
+    norm: options.Norm = None,
+    pos: options.Pos = None,
+    mlp: options.Mlp = None,
+    only: options.Only = None,
+    keep: options.Keep = None,
+    init: options.Init = "auto",
+    placement: options.Placement = None,
+    head: options.Head = None,
+    calibration: options.Calibration = None,
+    sequences: options.Sequences = SEQUENCES,
+    length: options.Length = LENGTH,
+    fit: options.Fit = "qk",
     seed: Annotated[int, option("Seed of random weights (config:FAMILY) and of --calibration self.")] = 0,
-    max_shard_size: Shard = "50GB",
-    trust_remote_code: Trust = False,
-    overwrite: Overwrite = False,
+    max_shard_size: options.Shard = "50GB",
+    trust_remote_code: options.Trust = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Patch a model and save it as a checkpoint.
 
@@ -218,14 +189,14 @@ def patch(
 
 @app.command()
 def verify(
-    model: Patched,
-    reference: Reference = None,
-    text: Text = None,
+    model: options.Patched,
+    reference: options.Reference = None,
+    text: options.Text = None,
     json: Annotated[Path | None, option("Save the report as this .json file.", "--json")] = None,
-    examples: Examples = 64,
-    length: Length = LENGTH,
-    head: Head = None,
-    trust_remote_code: Trust = False,
+    examples: options.Examples = 64,
+    length: options.Length = LENGTH,
+    head: options.Head = None,
+    trust_remote_code: options.Trust = False,
 ) -> None:
     """Compare a patched model with its original, or check its files.
 
@@ -254,18 +225,18 @@ def verify(
 def verify_model(
     model: Annotated[str, typer.Argument(help="The original model: Hub id or folder.")],
     text: Annotated[Path, option("Held-out text, one example a line. No example of it may be in the calibration.")],
-    norm: Norm = None,
-    pos: Pos = None,
-    mlp: Mlp = None,
-    only: Only = None,
-    keep: Keep = None,
-    init: Init = "auto",
-    calibration: Calibration = None,
-    sequences: Annotated[int, option("How many sequences the repair reads.", min=2)] = SEQUENCES,
-    examples: Examples = 64,
-    length: Length = LENGTH,
-    head: Head = None,
-    trust_remote_code: Trust = False,
+    norm: options.Norm = None,
+    pos: options.Pos = None,
+    mlp: options.Mlp = None,
+    only: options.Only = None,
+    keep: options.Keep = None,
+    init: options.Init = "auto",
+    calibration: options.Calibration = None,
+    sequences: options.Sequences = SEQUENCES,
+    examples: options.Examples = 64,
+    length: options.Length = LENGTH,
+    head: options.Head = None,
+    trust_remote_code: options.Trust = False,
 ) -> None:
     """Patch a model in memory, measure it on held-out text, and print a row for the register of real models.
 
@@ -303,15 +274,15 @@ def verify_model(
 
 @app.command()
 def report(
-    model: Patched,
-    reference: Reference = None,
+    model: options.Patched,
+    reference: options.Reference = None,
     out: Annotated[Path | None, option("The .html file. Default: hfpatch_report.html in MODEL's folder.")] = None,
     json: Annotated[Path | None, option("Report (.json) that verify saved, instead of measuring.", "--json")] = None,
-    text: Text = None,
-    examples: Examples = 64,
-    length: Length = LENGTH,
-    head: Head = None,
-    trust_remote_code: Trust = False,
+    text: options.Text = None,
+    examples: options.Examples = 64,
+    length: options.Length = LENGTH,
+    head: options.Head = None,
+    trust_remote_code: options.Trust = False,
 ) -> None:
     """Write an HTML page about a patched checkpoint.
 
@@ -336,15 +307,15 @@ def report(
 
 @app.command()
 def export(
-    model: Patched,
+    model: options.Patched,
     out: Annotated[Path, typer.Argument(help="Folder for the exported checkpoint.")],
-    to: Annotated[Form, option(_TO)] = "native",
+    to: Annotated[options.Form, option(_TO)] = "native",
     architecture: Annotated[str | None, option("With --to native: the only architecture to try (gpt_neox).")] = None,
     serve: Annotated[str | None, option(f"With --to native: the runtime that must load it. {one_of(RUNTIMES)}")] = None,
-    head: Head = None,
-    max_shard_size: Shard = "50GB",
-    trust_remote_code: Trust = False,
-    overwrite: Overwrite = False,
+    head: options.Head = None,
+    max_shard_size: options.Shard = "50GB",
+    trust_remote_code: options.Trust = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Save a patched checkpoint so that it opens without hfpatch.
 
@@ -377,7 +348,7 @@ def push(
     revision: Annotated[str | None, option("Branch to upload to; created if it doesn't exist.")] = None,
     create_pr: Annotated[bool, option("Open a pull request instead of committing.", "--create-pr")] = False,
     message: Annotated[str | None, option("First line of the commit message.")] = None,
-    trust_remote_code: Trust = False,
+    trust_remote_code: options.Trust = False,
     dry_run: Annotated[bool, option("Send nothing; list what would be uploaded.", "--dry-run")] = False,
 ) -> None:
     """Upload a patched checkpoint to the Hub, with a model card.

@@ -46,6 +46,7 @@ Model = Annotated[str, typer.Argument(help="Hub id, folder, or config:FAMILY for
 Patched = Annotated[str, typer.Argument(help="The patched checkpoint: Hub id or folder.")]
 Reference = Annotated[str | None, typer.Argument(help="The original model: Hub id or folder.")]
 Text = Annotated[Path | None, option("Text file with one example a line. Default: random inputs.")]
+Sequences = Annotated[int, option("How many sequences the repair reads.", min=2)]
 Examples = Annotated[int, option("How many lines of the text to use, from its start.", min=1)]
 _INIT = (
     "How new parameters start. auto: same function if possible, otherwise the closest initial values; exact: same "

@@ -1,16 +1,17 @@
 """Registries of schemes and architectures by name, and suggestions for misspelt names.
 
-Entries come from decorators or entry points.
+Entries come from decorators or entry points; modules of hfpatch/schemes are imported when one of their names is used.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -29,6 +30,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     Args:
         kind: what an entry is called in messages ("norm", "position", ...).
+        modules: names of entries by the module of hfpatch/schemes that registers them, if most requests don't need it.
 
     Examples:
         >>> from hfpatch.extend import ARCHITECTURES, NORMS
@@ -36,10 +38,22 @@ class Registry(Mapping[str, T], Generic[T]):
         (True, True, 'RMS')
     """
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, **modules: str):
         self.kind = kind
-        self.base: type | None = None  # the class that entries must derive from, if they are classes
+        self._base: type | None = None
         self._entries: dict[str, T] = {}
+        self._later = {name: f"hfpatch.schemes.{file}" for file, names in modules.items() for name in names.split()}
+
+    @property
+    def base(self) -> Any:
+        """The class that entries must derive from; None if they aren't classes."""
+        if self._base is None and self._later:
+            self[next(iter(self._later))]
+        return self._base
+
+    @base.setter
+    def base(self, base: type) -> None:
+        self._base = base
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator (or plain call) that adds an entry under `name`.
@@ -49,6 +63,8 @@ class Registry(Mapping[str, T], Generic[T]):
         """
 
         def add(entry: T) -> T:
+            if self._later.get(name) not in (None, getattr(entry, "__module__", None)):
+                self[name]
             if self.base is not None and not (isinstance(entry, type) and issubclass(entry, self.base)):
                 raise PatchError(f"{self.kind} {name!r} must be a subclass of {self.base.__name__}, not {entry!r}.")
             if self._entries.get(name, entry) is not entry:
@@ -64,6 +80,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def unregister(self, name: str) -> None:
         """Remove an entry; used by tests and notebooks that redefine a scheme."""
         self._entries.pop(name, None)
+        self._later.pop(name, None)
 
     def name_of(self, entry: object) -> str:
         """Return the name under which `entry` is registered.
@@ -86,6 +103,9 @@ class Registry(Mapping[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self._entries:
             return self._entries[name]
+        if name in self._later:
+            importlib.import_module(self._later[name])
+            return self._entries[name]
         if point := self._points.get(name):
             try:
                 return self.register(name)(point.load())
@@ -101,26 +121,27 @@ class Registry(Mapping[str, T], Generic[T]):
     def spellings(self) -> dict[str, str]:
         """Return the accepted spellings of each name: the name, class names, and the entry's aliases."""
         found = {name: name for name in self}
-        for name, entry in self._entries.items():
+        for name in {**self._entries, **self._later}:
+            entry = self[name]
             classes = [one for one in (entry, getattr(entry, "component", None)) if isinstance(one, type)]
             for written in (*(one.__name__ for one in classes), *getattr(entry, "also_called", ())):
                 found.setdefault(written, name)
         return found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries or name in self._points
+        return name in self._entries or name in self._later or name in self._points
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({*self._entries, *self._points}))
+        return iter(sorted({*self._entries, *self._later, *self._points}))
 
     def __len__(self) -> int:
-        return len({*self._entries, *self._points})
+        return len({*self._entries, *self._later, *self._points})
 
 
-NORMS: Registry[type] = Registry("norm")
+NORMS: Registry[type] = Registry("norm", constant_norms="fixed none folded", from_scratch="batch deepnorm")
 POSITIONS: Registry[type] = Registry("position")
-MLPS: Registry[type] = Registry("mlp")
-PLACEMENTS: Registry[type] = Registry("placement")
+MLPS: Registry[type] = Registry("mlp", mlp_schemes="geglu reglu swiglu")
+PLACEMENTS: Registry[type] = Registry("placement", from_scratch="olmo2 post pre sandwich")
 ARCHITECTURES: Registry = Registry("architecture")
 
 

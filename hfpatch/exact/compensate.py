@@ -7,7 +7,7 @@ subtracted from the bias of the writer f.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,10 +19,10 @@ from ..core.weight_change import WeightChange
 from ..measure.hooks import observe_calls
 from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import inference_state
-from ..measure.snapshot import NormInput, run
+from ..measure.snapshot import run
 from ..runtime.float64 import in_float64
 from ..sites.norm_facts import describe
-from .observe import channel_axes
+from .observe import norm_inputs
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,10 @@ def find_pairs(
     return list(dict.fromkeys(found))
 
 
-def compensate(
-    model: nn.Module, inputs: Mapping[str, Any], pairs: list[Pair], transaction: Transaction
-) -> dict[str, tuple[float, float]]:
+def compensate(model: nn.Module, inputs: Mapping[str, Any], pairs: list[Pair], transaction: Transaction) -> None:
     """Subtract the mean of the earlier norm's shift from the writer's bias, if that helps.
 
     A writer that feeds several norms (ALBERT runs one layer many times) gets the mean of the values that they need.
-
-    Returns:
-        norm -> the root mean square of mean / standard deviation at its input, before and after.
     """
     needs: dict[str, list[float]] = {}
     for pair in pairs:
@@ -69,18 +64,10 @@ def compensate(
     for writer, means in needs.items():
         _add(model.get_submodule(writer), -sum(means) / len(means), transaction)
     after = run(model, inputs, norms).means
-    measured = {norm: (_rms(before[norm]), _rms(after[norm])) for norm in norms}
     for writer, means in needs.items():
-        fed = [measured[pair.norm] for pair in pairs if pair.writer == writer]
-        if sum(a for _, a in fed) > sum(b for b, _ in fed):
+        fed = [pair.norm for pair in pairs if pair.writer == writer]
+        if sum(_rms(after[norm]) for norm in fed) > sum(_rms(before[norm]) for norm in fed):
             _add(model.get_submodule(writer), sum(means) / len(means), transaction)
-    return measured
-
-
-def norm_inputs(model: nn.Module, norms: Iterable[str]) -> dict[str, NormInput]:
-    """Return the inputs of norms, by name, as `measure.snapshot.run` measures their means."""
-    found = {name: describe(model.get_submodule(name)) for name in norms}
-    return {name: NormInput(channel_axes(facts), facts.eps or 0.0) for name, facts in found.items() if facts}
 
 
 def _mean_shift(norm: nn.Module) -> float:

@@ -19,7 +19,7 @@ from ..runtime.patch_errors import UnsupportedError
 from ..schemes.norm_schemes import Norm
 from ..schemes.request import Record
 from .centring import Centring, plan_centring
-from .compensate import compensate, find_pairs, norm_inputs
+from .observe import norm_inputs
 from .search import find_centring
 
 _TREAT_THE_MEAN_ALIKE = ("layer", "folded", "fixed", "none")  # schemes whose norms remove the mean if the host's do
@@ -90,6 +90,8 @@ class Conversion:
         norms = [name for name in self.approximate_names if self.compensates(name)]
         if not norms or not has_weights(model):
             return
+        from .compensate import compensate, find_pairs
+
         biases = {fold.pattern for fold in self.centring.folds if fold.pattern.endswith(".bias")}
         writers = [
             name.removesuffix(".bias")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from ..measure.float64_forward import outputs_in_float64
 from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..measure.outputs import max_error
+from ..measure.snapshot import NormInput
 from ..runtime.norms import NormFacts
+from ..sites.norm_facts import describe
 
 SEED = 7  # for the constants that are added
 _MOVED = 1e-6  # least change of a mean that counts, relative to the root mean square
@@ -109,6 +111,12 @@ def _numbers(x: Tensor) -> Tensor:
 def channel_axes(facts: NormFacts) -> tuple[int, ...]:
     """Return the axes of a norm's input that the norm normalises."""
     return (1,) if facts.channels_first else tuple(range(-max(1, len(facts.shape)), 0))
+
+
+def norm_inputs(model: nn.Module, norms: Iterable[str]) -> dict[str, NormInput]:
+    """Return the inputs of norms, by name, as `measure.snapshot.run` measures their means."""
+    found = {name: describe(model.get_submodule(name)) for name in norms}
+    return {name: NormInput(channel_axes(facts), facts.eps or 0.0) for name, facts in found.items() if facts}
 
 
 def relative_error(original: Observation, other: Observation) -> float:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..measure.copies import unpatched_config
 from ..measure.randomness import keep_random_state
 from ..planners.config_diff import config_at
-from ..planners.table_swaps import is_grid
 from ..runtime.attention import BIAS, ROTARY, AttentionLens
 from ..runtime.constants import ConstantPositions, FixedArguments
 from ..runtime.fixed import NoNorm
@@ -76,7 +75,7 @@ def _longest_text(model: nn.Module) -> int | None:
     """The number of a text's positions that the host's tables hold; None without tables."""
     if "input_ids" not in inspect.signature(model.forward).parameters:
         return None
-    held = [max_positions(item) for item in find_stacks(model) if not is_grid(item)]
+    held = [max_positions(item) for item in find_stacks(model) if not item.is_grid]
     return min(filter(None, held), default=None)
 
 

@@ -87,7 +87,7 @@ def card(
     data.license = license or data.license
     tags = data.tags or []
     if end:  # schemes of an earlier push may be another patch's
-        tags = [tag for tag in tags if not any(tag in kind.registry for kind in KINDS.values())]
+        tags = [tag for tag in tags if not any(tag in registry for registry in KINDS.values())]
     requests = [] if found.record is None else found.record.requests
     data.tags = list(dict.fromkeys([*tags, KEY, *(part.scheme.name for _, part in requests)]))
     notes = []

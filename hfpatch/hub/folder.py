@@ -16,14 +16,13 @@ from ..checkpoint.file_digests import compare, digests_or_warning, variant_of
 from ..checkpoint.files import SUFFIX, read_json, require_sound_files
 from ..checkpoint.remote_code import FILE
 from ..checkpoint.sentence_modules import MODULES, module_kinds
-from ..checkpoint.stored_config import OPENED
 from ..core.bare import has_weights, require_bare
 from ..core.holders import model_inside
 from ..errors import OptionError
 from ..export import export_model
 from ..measure.text_batches import processor_of
 from ..runtime.patch_errors import CheckpointError
-from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPES
+from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPES, OPENED
 from ..schemes.request import Record
 from ..verification.verify_report import title_of
 

@@ -29,7 +29,6 @@ from ..sites.architectures.architecture import Stack
 from ..sites.architectures.biases import BIASES
 from ..sites.stacks import FoundStack, max_positions, names_of, require_settings
 from .native_rope import NO_ROTATION, OWN_ROTATION_KEPT
-from .score_bias import bias_for, require_bias
 
 
 def reasons_to_keep(
@@ -54,6 +53,8 @@ def attention_changes(
     scheme = part.scheme
     changes = [_attention_change(name, module, item, scheme, reasons[name]) for name, module in attentions.items()]
     if scheme.attends:
+        from .score_bias import require_bias  # of ALiBi alone
+
         changed = {change.row.module: attentions[change.row.module] for change in changes if change.changes}
         require_bias(changed, _lens(item.stack), scheme, _has_biases(item))
     return changes
@@ -87,7 +88,11 @@ def _attention_change(
     if not (seen or own):
         return Change(row.keep("has no positions of its own"))
     require_settings(item)
-    new_bias = bias_for(name, module, scheme, _has_biases(item))
+    new_bias = None
+    if scheme.attends:
+        from .score_bias import bias_for
+
+        new_bias = bias_for(name, module, scheme, _has_biases(item))
     refuse_private_forward(name, module)
     refuse_foreign_forward(name, module, item.owner)
     loss, caching, note = None, None, None

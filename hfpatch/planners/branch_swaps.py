@@ -15,8 +15,8 @@ from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.joins import Gains
 from ..runtime.norms import NormFacts
 from ..runtime.patch_errors import UnsupportedError
-from ..schemes.norm_schemes import DeepNorm, Norm
-from ..schemes.placements import Placement
+from ..schemes.from_scratch import DeepNorm, Placement
+from ..schemes.norm_schemes import Norm
 from ..schemes.request import SchemeRequest
 from ..sites.block_runs import has_matrix
 from ..sites.branch_sites import (

@@ -25,10 +25,10 @@ from ..runtime.classes import is_unlimited
 from ..runtime.patch_errors import UnsupportedError, describe_error
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..runtime.tables import ComputedPositions
+from ..schemes.learned import IMAGE_SIZE, sides
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
 from .config_diff import Setting, config_at
-from .image_tables import IMAGE_SIZE, sides
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions")  # of texts, by their names in configs
 _MULTIPLICATIONS = 2**35  # of one forward, about a second on one core

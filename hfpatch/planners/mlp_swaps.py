@@ -13,8 +13,9 @@ from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..errors import NothingToPatchError
+from ..runtime.classes import FRESH, TIMES
 from ..runtime.edits import Call, Edit
-from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projection
+from ..runtime.gated import GatedActivation, GatedLinear, Projection
 from ..runtime.patch_errors import UnsupportedError
 from ..schemes.mlp_schemes import MAX_START_ERROR, MLP, Start
 from ..schemes.request import SchemeRequest

@@ -15,7 +15,7 @@ from ..runtime.constants import ConstantPositions, ZeroBiases
 from ..runtime.patch_errors import UnsupportedError
 from ..runtime.rotary import LENGTH
 from ..runtime.tables import ComputedPositions
-from ..schemes.learned import ALL, KEEPS, METHODS, Learned
+from ..schemes.learned import ALL, IMAGE_SIZE, KEEPS, METHODS, Learned
 from ..schemes.position_schemes import Position
 from ..schemes.request import Record, SchemeRequest
 from ..sites.architectures.biases import KEPT_BIAS_PARTS, KEPT_BIASES
@@ -24,10 +24,9 @@ from ..sites.sites import Sites
 from ..sites.stacks import FoundStack, first_row, max_positions, require_settings
 from .attention_swaps import attention_changes, own_change, reasons_to_keep
 from .config_diff import Setting, setting
-from .image_tables import IMAGE_SIZE, new_size
 from .interface import PlannerResult
 from .native_rope import changing_rotations, original_lengths, plan_native, settings_of_rotations
-from .table_swaps import is_grid, loses_order, removal, table_change, tables_beside
+from .table_swaps import loses_order, removal, table_change, tables_beside
 
 OF_TEXT = "rows of a sequence are asked for, and this is a grid of patches: image_size= resizes it"
 
@@ -79,7 +78,7 @@ def _affected(stacks: list[FoundStack], part: SchemeRequest[Position], names: Na
     """
     found = [item for item in stacks if reasons_to_keep(item, part, names)[1] is None]
     of_rows = isinstance(part.scheme, Learned) and (part.scheme.max_positions is not None or part.scheme.repeats)
-    return [item for item in found if of_rows and not is_grid(item)] or found
+    return [item for item in found if of_rows and not item.is_grid] or found
 
 
 def _find_refused(model: nn.Module) -> dict[str, str]:
@@ -216,7 +215,7 @@ def _with_rows(sites: Sites, part: SchemeRequest[Position]) -> SchemeRequest[Pos
         of_the_same = (earlier.only, earlier.keep) == (part.only, part.keep)
         if of_the_same and rows is not None and (rows == ALL or rows <= min(lengths)):
             return replace(part, scheme=replace(scheme, rows=rows))
-    tables = {one.table_name: (one.table(), first_row(one)) for one in affected if not is_grid(one)}
+    tables = {one.table_name: (one.table(), first_row(one)) for one in affected if not one.is_grid}
     stored = {name: one for name, one in tables.items() if not isinstance(one[0], ComputedPositions)}
     learned = {name: len(one.weight) - first for name, (one, first) in stored.items() if isinstance(one, nn.Embedding)}
     length = sites.text_length() if len(learned) == 1 else None
@@ -235,6 +234,8 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
     settings, affected = settings_of_rotations(sites, part), _affected(sites.tables, part, sites.names)
     sizes: list[Setting] = []
     if isinstance(scheme, Learned):
+        from .kept_tables import new_size
+
         new = [(item.config, new_size(item, scheme)) for item in affected if item.stack.grid]
         sizes = [setting(sites.model, config, IMAGE_SIZE, size) for config, size in new if size is not None]
     if scheme.max_positions is None:

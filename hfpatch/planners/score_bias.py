@@ -32,13 +32,11 @@ _SAME = 1e-3  # relative, in float32
 
 
 def bias_for(name: str, module: nn.Module, scheme: Position, relative: bool) -> Call | None:
-    """Return the scheme's bias on this attention's scores, or None; `relative`: the host has its own biases.
+    """Return the scheme's bias on this attention's scores; `relative`: the host has its own biases.
 
     Raises:
         UnsupportedError: the attention takes no mask, or its implementation would lose the bias.
     """
-    if scheme.attends is None:
-        return None
     host: Any = host_class(type(module))
     if MASK not in inspect.signature(host.forward).parameters:
         raise _refusal(name, module, scheme, relative, "takes no mask of the shape (B, 1, T, S)")

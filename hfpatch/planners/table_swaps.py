@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from ..core.plan_table import Change, Kept, Row, refuse_private_forward
 from ..core.weight_change import WeightChange
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
 from ..runtime.edits import LENS_SLOT, Call, Edit
-from ..runtime.length_lenses import MEAN_ROW, NOTHING, CountedLength, limit_beside_table
-from ..runtime.patch_errors import UnsupportedError
+from ..runtime.length_lenses import MEAN_ROW, NOTHING
 from ..runtime.tables import ComputedPositions
 from ..schemes.learned import Learned
 from ..schemes.position_schemes import Position
@@ -23,7 +21,6 @@ from ..schemes.request import Record, SchemeRequest
 from ..sites.sites import Sites
 from ..sites.stacks import REMOVED_ROWS, FoundStack, first_row, max_positions, table_size
 from .config_diff import Setting, host_with
-from .image_tables import grid_table_change, resize_table
 from .interface import PlannerResult
 
 
@@ -41,15 +38,23 @@ def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Positio
         return Change(row)
     for path, _ in item.stack.limits:
         refuse_private_forward(item.path(path), item.owner.get_submodule(path))
-    if isinstance(scheme, Learned) and not gone and is_grid(item):
+    if isinstance(scheme, Learned) and not gone and item.is_grid:
+        from .kept_tables import grid_table_change
+
         return grid_table_change(item, scheme, row, fresh=part.init == "reset")
     if scheme.keeps_table:
-        return _kept_table_change(model, item, scheme, row, fresh=part.init == "reset")
+        return _kept(model, item, scheme, row, part)
     becomes = NOTHING if item.stack.computes else MEAN_ROW
     losses = "absolute positions are removed", loses_order(item, scheme)
     row = row.replace_by(becomes, *losses, note="inputs of any length")
     edits, constants = removal(model, item, fresh=part.init == "reset")
     return Change(row, edits, starts=tuple(WeightChange(path, "fill", 0.0, anew=True) for path in constants))
+
+
+def _kept(model: nn.Module, item: FoundStack, scheme: Position, row: Row, part: SchemeRequest[Position]) -> Change:
+    from .kept_tables import kept_table_change  # most schemes remove the table
+
+    return kept_table_change(item, scheme, row, part.init == "reset", partial(_longer, model, item))
 
 
 def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
@@ -117,58 +122,6 @@ def _longer(model: nn.Module, item: FoundStack, longest: int) -> Iterator[Edit]:
                 yield Edit.of(f"{name}.{length}", longest)
 
 
-def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row: Row, fresh: bool) -> Change:
-    """Return the change of a table that is kept, computed or resized; with `fresh`, its rows are new.
-
-    Raises:
-        UnsupportedError: the table is gone, or doesn't have one row for each position.
-    """
-    table: Any = item.table()
-    if item.removed_rows() is not None:
-        raise UnsupportedError(
-            f"{item.table_name}: an earlier patch removed this table, and pos={scheme.name!r} needs it. Use "
-            "unpatch_model (after a patch with reversible=True), or start from the original checkpoint."
-        )
-    why = _reason_not_to_resize(item, table, scheme)
-    if why is not None:
-        raise UnsupportedError(
-            f"{item.table_name}: pos={scheme.name!r} needs a table with one row a position, and {row.now} {why}. "
-            "pos='rope' and pos='nope' do without."
-        )
-    if isinstance(scheme, Learned) and isinstance(table, ComputedPositions):
-        raise UnsupportedError(
-            f"{item.table_name} is computed since an earlier patch, so it has no rows to resize. Start from the "
-            "original checkpoint."
-        )
-    first = first_row(item)
-    old, new = table.num_embeddings - first, scheme.max_positions
-    edits, values = list[Edit](), tuple[WeightChange, ...]()
-    if not isinstance(scheme, Learned):
-        same = _follows(table, scheme, first)
-        loss = None if same else "learned positions are replaced"
-        why_exact = "its rows follow this rule already"
-        note = "inputs of any length" + (" (the table's own rule)" if same else "")
-        row = row.replace_by(scheme.describe(0), loss, why_exact=why_exact, note=note)
-        edits.append(Edit.of(item.table_name, Call.of(ComputedPositions, scheme.rule(), first)))
-    elif scheme.image_size is not None:
-        row = row.keep("image_size is for tables of image patches")
-    elif new in (None, old) and not (scheme.repeats and scheme.equal_up_to(old) < old) and not fresh:
-        row = row.keep(Kept.DONE if new else "needs max_positions, the number of rows to resize it to")
-    else:
-        loss = "its rows are reinitialised" if fresh else scheme.loss(old)
-        kept = None if fresh else scheme.note(old)
-        row = row.replace_by(scheme.describe(0), loss, why_exact="every position keeps its row", note=kept)
-        edits, values = resize_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
-    longest = sys.maxsize if scheme.any_length else new
-    if longest is not None and row.becomes is not None:
-        limits = [(path, limit_beside_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
-        if isinstance(scheme, Learned):  # buffers of indices are as long as the table
-            limits = [(path, limit) for path, limit in limits if isinstance(limit, CountedLength)]
-        edits += [Edit.of(item.path(path, LENS_SLOT), limit) for path, limit in limits if limit is not None]
-        edits += _longer(model, item, longest)
-    return Change(row, tuple(edits), values)
-
-
 def tables_beside(
     model: nn.Module, tables: list[FoundStack], part: SchemeRequest[Position], done: list[Change], sizes: list[Setting]
 ) -> list[Change]:
@@ -196,58 +149,9 @@ def tables_beside(
     for path, item in found.items():
         if path in longer and table_size(longer[path]) != table_size(item.table()):
             row = Row("position", path, _table_text(item.table(), False))
-            change = _kept_table_change(model, item, scheme, row, fresh=part.init == "reset")
+            change = _kept(model, item, scheme, row, part)
             made.append(replace(change, row=change.row.with_note("its class makes it as long as the first")))
     return made
-
-
-@dataclass(frozen=True)
-class _Resize:
-    """Gives a learned table another number of rows; the first rows, of no position, stay.
-
-    Attributes:
-        scheme: makes the new rows.
-        first: how many rows belong to no position.
-    """
-
-    scheme: Learned
-    first: int
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return torch.cat((rows[: self.first], self.scheme.resize(rows[self.first :])))
-
-    def __str__(self) -> str:
-        return f"rows of x by {self.scheme}"
-
-
-def _reason_not_to_resize(item: FoundStack, table: Any, scheme: Position) -> str | None:
-    """Why a table can't be computed or resized in its place; None if it can."""
-    stack = item.stack
-    if is_grid(item):
-        return "holds a grid of patches, whose rows have two coordinates"
-    if not isinstance(table, nn.Embedding):
-        return "is no nn.Embedding"
-    if stack.others and not isinstance(scheme, Learned):  # the others may be read at positions beyond their last
-        return f"isn't the only one ({', '.join(stack.others)})"
-    if any(limit_beside_table(limit, stack.reserved_rows) is None for _, limit in stack.limits):
-        return "is read by the model in a way that hfpatch can't follow"
-    return None
-
-
-def is_grid(item: FoundStack) -> bool:
-    """Return whether a stack's table holds an image's patches."""
-    return item.stack.grid is not None or isinstance(item.table(), nn.Parameter)
-
-
-def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
-    """Whether the table's rows are already those of a scheme's rule."""
-    if table.weight.is_meta:
-        return False
-    indices = torch.arange(table.num_embeddings - first, device=table.weight.device)
-    rule = scheme.rule()
-    rows = None if rule is None else rule.rows(indices, table.embedding_dim)
-    tolerance = 1e-5 if table.weight.dtype in (torch.float32, torch.float64) else 1e-2
-    return rows is not None and torch.allclose(table.weight[first:].to(rows.dtype), rows, atol=tolerance, rtol=0)
 
 
 def takes_any_length(record: Record, sites: Sites, planned: Sequence[PlannerResult]) -> bool:

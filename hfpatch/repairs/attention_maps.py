@@ -149,7 +149,7 @@ def _zeros(x: Tensor, width: int) -> Tensor:
 
 def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Parameter], note: str) -> FittedValues:
     """Adam on the chosen Parameters, one batch a step; returns the best values on held-out queries."""
-    before = after = held_out_divergence(work, examples)
+    lowest = held_out_divergence(work, examples)
     fitted = [example for example in examples if example.fitted.any()]
     best = {name: p.detach().clone() for name, p in chosen.items()}
     width = first_tensor(examples[0].call).shape[-1]
@@ -167,12 +167,12 @@ def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Para
         schedule.step()
         if (step + 1) * LOOKS // STEPS > step * LOOKS // STEPS:
             error = held_out_divergence(work, examples)
-            idle = 0 if error < (1 - _LITTLE) * after else idle + 1
-            if error < after:
-                after, best = error, {name: p.detach().clone() for name, p in chosen.items()}
+            idle = 0 if error < (1 - _LITTLE) * lowest else idle + 1
+            if error < lowest:
+                lowest, best = error, {name: p.detach().clone() for name, p in chosen.items()}
             if idle == _PATIENCE:
                 break
-    return FittedValues(before, after, best, note)
+    return FittedValues(best, note)
 
 
 def held_out_divergence(work: nn.Module, examples: list[Example]) -> float:

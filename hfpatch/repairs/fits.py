@@ -25,10 +25,8 @@ from ..runtime.norms import AffineNorm
 from ..sites.linear_maps import required_arguments, transform_along_axis
 from .attention_maps import Example, fit_maps, held_out_divergence, map_of, repeatable
 from .block_replay import BlockReplay
-from .input_scale import InputScale
 from .least_squares import fit_ridge
 from .linear_roles import BlockRoles, Roles
-from .norm_fit import fit_norm
 from .repair_report import FittedValues, RepairReport, Step
 
 _NOISE = 1e-9  # share of the variance: errors below it count as none
@@ -55,7 +53,7 @@ class Fitter:
     ):
         self.new, self.old, self.batches, self.transaction = new, old, new.batches, transaction
         self.roles, self.report, self.fit = roles, report, fit
-        self.scales: dict[str, InputScale] = {}  # of fixed norms
+        self.scales: Mapping[str, object] = {}  # of fixed norms' inputs, printed in the report
         self.mapped: dict[str, int] = {}  # attention -> batches for which the original's maps were saved
 
     def skip(self, module: str, kind: str, note: str) -> None:
@@ -66,6 +64,8 @@ class Fitter:
 
     def norm(self, name: str) -> None:
         """Fit a changed norm on its present input to the output of the original's norm."""
+        from .norm_fit import fit_norm  # after an exact conversion there is no such norm
+
         module, original = self.new.modules[name], self.old.modules[name]
         assert isinstance(module, AffineNorm)
         if note := self.unfit_norm(name):
@@ -248,9 +248,8 @@ class Fitter:
                 if held_out:
                     judge.see(i, {one: first_tensor(seen[judge.side(one), one]) for one in judge.targets})
                 x, now = (first_tensor(seen["out" if one in outputs else "in", one]) for one in (name, point))
-                target = self.old.load_saved(point, i).to(now)
-                values = x, target - now, target
-                del seen, x, now, target
+                values = x, self.old.load_saved(point, i).to(now) - now
+                del seen, x, now
                 if i == 0:
                     free_unused_memory()  # the sums need much memory
                 for rows in self.batches.row_pieces(i, decoder, *values):
@@ -270,7 +269,8 @@ class Fitter:
         error: Callable[[], float],
         otherwise: str = "",
     ) -> None:
-        """Write fitted values and measure the error; take them back if it isn't lower than before. It reports the step.
+        """Write fitted values and measure the error; take them back if it isn't lower than before. It reports the step,
+        unless there was no error to begin with: then nothing is written.
 
         Args:
             name, kind: as in `Step`.

@@ -79,7 +79,7 @@ class Ridge:
     def solve(self) -> FittedValues | None:
         """Return the best "weight" (in, out) and "bias" (out,). It can be called once: it overwrites the sums.
 
-        None if X isn't finite or has no spread. Errors are mean squared residuals per element on the held-out rows.
+        None if X isn't finite or has no spread.
         """
         if self.origin is None or not self.count:
             return None
@@ -138,9 +138,8 @@ class Ridge:
         chosen = [*errors][-1]
         solve(chosen, weight)
         bias = constant(weight, self.r)
-        before, after = _error(self.held_out, None, -mean_r), _error(self.held_out, weight, bias)
         values = {"weight": weight, "bias": bias + mean_r - weight.T @ mean_x}
-        return FittedValues(before, after, values, f"penalty {chosen:g}")
+        return FittedValues(values, f"penalty {chosen:g}")
 
     def _put_back(self, target: Tensor, stored: Tensor) -> None:
         """Fill a column-major matrix with the stored values, chunk by chunk to save memory."""
@@ -189,30 +188,22 @@ def _error(held_out: Iterable[tuple[Tensor, Tensor]], weight: Tensor | None, bia
 
 
 def fit_ridge(rows: Iterable[tuple[Tensor, ...]], bias: bool) -> FittedValues | None:
-    """Fit `Ridge` on streamed rows (x, residual, target, held_out); errors are shares of the target's variance."""
+    """Fit `Ridge` on streamed rows (x, residual, held_out)."""
     ridge: Ridge | None = None
-    count, total, squares = 0, torch.zeros(()), torch.zeros(())
-    for x, residual, target, held_out in rows:
+    for x, residual, held_out in rows:
         ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
-        target = in_float64(target)
-        count += len(target)
-        total, squares = total.to(target) + target.sum(0), squares.to(target) + target.square().sum(0)
         ridge.add(x, residual, held_out)
-        del x, residual, target
+        del x, residual
     assert ridge is not None
-    fit = ridge.solve()
-    if fit is not None:
-        variance = float((squares / count - (total / count).square()).mean().clamp_min(1e-30))
-        fit.before, fit.after = fit.before / variance, fit.after / variance
-    return fit
+    return ridge.solve()
 
 
 class ChannelAffine:
     """Least squares of y = gain * h + shift, channel by channel, for several candidates of h at once.
 
     If h saturates, a channel that is near 1 in all rows hardly varies. A large gain on that little variation would
-    throw the output far off for an input whose h is -1. So gain^2 costs `_SATURATED` * mean(h^2)^2, which is nothing
-    beside the variance of a small h.
+    throw the output far off for an input whose h is -1. So gain^2 costs `_SATURATED` * mean(h^2)^2 if gain and shift
+    are both free, which is nothing beside the variance of a small h.
 
     Args:
         candidates: number of candidates.
@@ -258,11 +249,6 @@ class ChannelAffine:
             gain = hy / hh.clamp_min(1e-30) if self.free[0] else torch.ones_like(hy)
         shift = y - gain * h if self.free[1] else torch.zeros_like(gain)
         return gain, shift, self.error(gain, shift)
-
-    def variance(self) -> float:
-        """Return the mean variance over channels of the targets."""
-        n = max(self.count[0], 1)
-        return float((self.yy[0] / n - (self.y[0] / n).square()).mean().clamp_min(1e-30))
 
     def error(self, gain: Tensor, shift: Tensor) -> Tensor:
         """Return the held-out mean squared error (k,) of gains and shifts."""

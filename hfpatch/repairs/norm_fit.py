@@ -22,8 +22,7 @@ Rows = Callable[[], Iterable[tuple[Tensor, ...]]]
 def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
     """Return the best gain, shift and scalars of a norm, without changing it.
 
-    Errors are shares of the variance of what is to be matched. The note has the scalars, the size of the norm's input
-    and the share of saturated values.
+    The note has the scalars, the size of the norm's input and the share of saturated values.
 
     Args:
         module: a norm of the last axis.
@@ -31,9 +30,8 @@ def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
             time, anew in every call.
     """
     module = copy_of(module)  # its scalars are written to
-    present = {name: float(getattr(module, name)) for name in module.scalars}
     spread, count = _typical_size(u for u, _, _ in rows())
-    best = present
+    best = {name: float(getattr(module, name)) for name in module.scalars}
     step = max(1, count // max(_SEARCH_ROWS, _SEARCH_NUMBERS // next(iter(rows()))[0].shape[-1]))
     for trials in (module.trials(spread), None):  # coarsely, then around the best
         trials = module.finer(best) if trials is None else trials
@@ -41,14 +39,10 @@ def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
             settings = [best, *trials]
             errors = _sums(module, rows, settings, step).solve()[2]
             best = settings[int(errors.argmin())]
-    sums = _sums(module, rows, [present, best])
-    gains, shifts, errors = sums.solve()
-    variance = sums.variance()
-    before, after = float(sums.error(*_gain_and_shift(module, sums.h.device))[0]), float(errors[1])
-    values = dict(zip(module.names, (gains[1] - module.facts.offset, shifts[1]), strict=True))
+    gains, shifts, _ = _sums(module, rows, [best]).solve()
+    values = dict(zip(module.names, (gains[0] - module.facts.offset, shifts[0]), strict=True))
     values |= {name: torch.as_tensor(value) for name, value in best.items()}
-    note = _saturation(module, next(iter(rows()))[0], best if after < before else present, spread)
-    return FittedValues(before / variance, after / variance, values, note)
+    return FittedValues(values, _saturation(module, next(iter(rows()))[0], best, spread))
 
 
 def _sums(module: AffineNorm, rows: Rows, settings: list[dict[str, float]], step: int = 1) -> ChannelAffine:
@@ -61,16 +55,6 @@ def _sums(module: AffineNorm, rows: Rows, settings: list[dict[str, float]], step
         sums.add((_normalise(module, u, setting) for setting in settings), y, held_out)
     assert sums is not None
     return sums
-
-
-def _gain_and_shift(module: AffineNorm, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A norm's present gain and shift in float64; 1 and 0 if it has none."""
-    gain, shift = (getattr(module, name) for name in module.names)
-    one = torch.ones((), dtype=torch.float64, device=device)
-    present = [None if value is None else value.detach().to(device).to(one) for value in (gain, shift)]
-    return one if present[0] is None else present[0] + module.facts.offset, (
-        one * 0 if present[1] is None else present[1]
-    )
 
 
 def _typical_size(parts: Iterable[Tensor]) -> tuple[float, int]:

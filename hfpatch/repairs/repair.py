@@ -37,7 +37,6 @@ from ..measure.inputs import longest_text
 from ..measure.quiet_forward import free_unused_memory, inference_state
 from ..measure.randomness import process_state
 from ..measure.repeated_blocks import listed_modules
-from ..runtime.fixed import FixedNorm
 from ..runtime.patch_errors import UnsupportedError
 from ..runtime.record import KEY, REPAIR
 from ..schemes.request import Record, require_fit
@@ -47,11 +46,9 @@ from .calibration import Calibration, require_enough
 from .distance import helps, mean_and_worst, output_distance
 from .fits import Fitter
 from .fresh_sequences import FreshSequences
-from .input_scale import advice_on_sinks, start_fixed_norms
 from .linear_roles import BlockRoles, Roles
 from .reference import require_repairable
 from .repair_report import RepairReport
-from .shared_norms import fit_shared_norms
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
 _KEEP = (
@@ -224,10 +221,16 @@ class _Repairer:
 
     def _start(self) -> bool:
         """Give fixed norms their starting values, which are measured on data; return whether there are such norms."""
+        if not self.changed:
+            return False
+        from ..runtime.fixed import FixedNorm
+        from .input_scale import advice_on_sinks, start_fixed_norms
+
         fixed = [name for name, one in self.new.modules.items() if name in self.changed and isinstance(one, FixedNorm)]
         if fixed:
-            scales = start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, self.transaction)
-            self.fitter.scales = scales
+            self.fitter.scales = scales = start_fixed_norms(
+                self.new, self.old, fixed, self.roles.in_decoder, self.transaction
+            )
             unbounded = {name: scale for name, scale in scales.items() if self.new.modules[name].bound is None}
             self.report.advice = advice_on_sinks(unbounded)
         return bool(fixed)
@@ -248,6 +251,8 @@ class _Repairer:
         """Fit the norms, readers, projections and attention maps of one segment, in forward order."""
         free_unused_memory()
         if shared := [name for name in segment.shared if name in self.changed]:
+            from .shared_norms import fit_shared_norms
+
             self._show(f"norm {shared[0]}")
             fit_shared_norms(self.fitter, shared)
         if not segment.block and not self.norms & set(segment.modules):

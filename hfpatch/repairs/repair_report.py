@@ -96,13 +96,10 @@ class FittedValues:
     """Values fitted to a module's Parameters, before they are written and judged.
 
     Attributes:
-        before, after: errors of the present and of the fitted values, as the fit computes them.
         values: by the Parameters' names in the module.
         note: what the fit found.
     """
 
-    before: float
-    after: float
     values: dict[str, Tensor]
     note: str = ""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from .constants import Recomputed
 
 
-class LinearBias(nn.Module):
+class LinearBias(Recomputed):
     """-slope_h * |i - j|, added to the attention score of query i and key j in head h.
 
     Slopes live in a non-persistent float32 buffer: a state dict has no key for them, half precision leaves them alone.
@@ -33,11 +34,6 @@ class LinearBias(nn.Module):
     def reset(self) -> None:
         """Fill the buffer again on its device, after loading or moving a model."""
         self.slopes = self._slopes().to(self.slopes.device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearBias:
-        super()._apply(fn, recurse)  # moves the buffer, and with .half() also rounds it
-        self.reset()
-        return self
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the bias (B or 1, H, T, S) in float32 for positions (B or 1, T) of queries and (S,) of keys."""

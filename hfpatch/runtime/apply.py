@@ -8,7 +8,6 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from .components import OWN as _OWN  # noqa: F401  # the import registers them as components
 from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SLOTS, Call, Edit, children_at, find_component, modules_at, pattern_of
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, prepare_views, with_lens
 from .patch_errors import CheckpointError, PatchError, first_line

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .alibi import LinearBias
 from .apply import Tree, apply
 from .attention import require_bias_kept
-from .constants import ConstantPositions
+from .constants import ConstantPositions, Recomputed
 from .float64 import in_float64
-from .gated import initialise_fresh
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .patch_errors import CheckpointError, PositionError, UnsupportedError
@@ -39,13 +37,14 @@ from .record import (
     warn_of_other_outputs,
 )
 from .refuse_host import WeightFileGuard, add_guard, loading_patched, parts, remove_guard
-from .rotary import LENGTH, RotaryEmbedding
-from .tables import ComputedPositions
+from .rotary import LENGTH
 
 _ROUNDING = 0.05  # share of a random row's mean that may be left by rounding; bfloat16 leaves .003
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 _ATTENTION = "_attn_implementation_internal"  # attribute of a config
 AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without overrides by the caller
+FRESH = "_hfpatch_fresh"  # marks a new projection whose values are torch's
+TIMES = "_hfpatch_times"  # attribute of a gate: factor by which the old projection's values are still to be multiplied
 CODE = "modeling_hfpatch"  # module of an export's code, which opens the checkpoint without hfpatch installed
 
 
@@ -284,10 +283,20 @@ def patch_built(model: Any) -> None:
         CheckpointError: the config has no usable record, or its edits name places that the class doesn't have.
     """
     apply(edits_of(model.config, type(model).__name__), model, fresh=True)
-    initialise_fresh(model)
+    _initialise_fresh(model)
     if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         # tied Parameters of the host have other names now (zamba2's norms)
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _initialise_fresh(model: Any) -> None:
+    """Initialise new projections of a newly built model by its host's rule, and gates."""
+    for module in model.modules():
+        if vars(module).pop(FRESH, False) and not module.weight.is_meta:
+            model._init_weights(module)
+        times = vars(module).pop(TIMES, 1.0)
+        for parameter in module.parameters(recurse=False) if times != 1.0 else ():
+            parameter.data.mul_(times)
 
 
 def assigned_names(model: Any) -> set[str]:
@@ -348,7 +357,7 @@ def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
 def start_values(model: nn.Module) -> None:
     """Initialise modules that a patch added and no checkpoint filled; transformers calls this after loading."""
     for module in model.modules():
-        if isinstance(module, (ComputedPositions, LinearBias, RotaryEmbedding)):
+        if isinstance(module, Recomputed):
             module.reset()
         values = module.initial_values() if isinstance(module, AffineNorm) else {}
         if SCALED in vars(module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,19 @@ from .lens import Arguments
 
 Answer = Literal["zeros", "input", "nothing", "rows"]
 ZERO_MEAN_ROW = "_hfpatch_no_row"  # marks a module whose position buffer counts as zeros: training starts from zero
+
+
+class Recomputed(nn.Module):
+    """Module whose non-persistent buffers `reset` computes from its arguments: after loading, moving and rounding."""
+
+    def reset(self) -> None:
+        """Fill the buffers again, on their device."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # moves the buffers, and with .half() also rounds them
+        self.reset()
+        return self
 
 
 class ConstantPositions(nn.Module):

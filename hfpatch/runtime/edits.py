@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -43,6 +44,26 @@ _NAME = re.compile(rf"@(lens|centre|scale)|<head>|\*|_hfpatch_\w+|_[a-z]\w*|[^@<
 _RESERVED = frozenset(dir(nn.Module())) | {"config"}  # forward, training, _modules, ...: an edit can't assign these
 _PLUGINS = ("hfpatch.norms", "hfpatch.positions", "hfpatch.mlps")  # entry point groups of other packages
 COMPONENTS: dict[str, Any] = {}
+# the components of this folder, by the file that an edit imports when it names one
+_OWN = {
+    "alibi": "LinearBias",
+    "attention": "AttentionLens Window",
+    "batch_norm": "MaskedBatchNorm Padded",
+    "constants": "ConstantPositions FixedArguments MeanRow NoPositions Rows ZeroBiases",
+    "fixed": "BiasedLinear FixedNorm NoNorm",
+    "gated": "GatedActivation GatedLinear Projection",
+    "grid": "Grid",
+    "handing_down": "HandedDown",
+    "host_rotary": "HostRotary Unrotated",
+    "joins": "Gains Join Joins",
+    "length_lenses": "AnyImageSize CountedLength ExpandedRows FilledArguments MeanOfBuffer RefusedArguments",
+    "lens": "CentredArgument",
+    "norms": "DynamicErf DynamicTanh LayerNorm RMSNorm",
+    "qk_layouts": "Fused Projections WindowProjections",
+    "rotary": "AdaptiveRotaryEmbedding RotaryEmbedding",
+    "tables": "ComputedPositions Sinusoids",
+}
+_FILES = {name: file for file, names in _OWN.items() for name in names.split()}
 
 
 def register_component(component: Any) -> Any:
@@ -63,10 +84,11 @@ def register_component(component: Any) -> Any:
         >>> Call.of(times, 2).make(3)
         6
     """
-    known = COMPONENTS.get(component.__name__, component)
+    name = component.__name__
+    known = _known(name) or component
     if (known.__module__, known.__qualname__) != (component.__module__, component.__qualname__):
-        raise UnsupportedError(f"a component called {component.__name__} is registered already: {known.__module__}.")
-    COMPONENTS[component.__name__] = component
+        raise UnsupportedError(f"a component called {name} is registered already: {known.__module__}.")
+    COMPONENTS[name] = component
     return component
 
 
@@ -76,17 +98,24 @@ def find_component(name: str) -> Any:
     Raises:
         CheckpointError: no component has that name.
     """
-    if name not in COMPONENTS:
+    if _known(name) is None:
         for group in _PLUGINS:
             for point in entry_points(group=group):
                 with contextlib.suppress(Exception):  # a broken plugin matters only if its component is needed
                     point.load()
-    if name not in COMPONENTS:
+    if (found := _known(name)) is None:
         raise CheckpointError(
             f"no component called {name!r:.80} is known here. If it comes from another package or a file, import that "
             "first; else the checkpoint is of a newer hfpatch (pip install -U hfpatch)."
         )
-    return COMPONENTS[name]
+    return found
+
+
+def _known(name: str) -> Any:
+    """The component registered under a name, or the class of this folder; None if there is none."""
+    if name in _FILES and name not in COMPONENTS:
+        COMPONENTS[name] = getattr(importlib.import_module(f".{_FILES[name]}", __package__), name)
+    return COMPONENTS.get(name)
 
 
 def pattern_of(name: str) -> str:
@@ -186,7 +215,7 @@ def as_data(value: Any) -> Any:
         return _map_values(as_data, value)
     if value is None or isinstance(value, bool | int | float | str | Call):
         return value
-    if is_dataclass(value) and COMPONENTS.get(type(value).__name__) is type(value):
+    if is_dataclass(value) and _known(type(value).__name__) is type(value):
         return _call_of(value)
     raise UnsupportedError(f"an edit can't hold {type(value).__module__}.{type(value).__qualname__} ({value!r:.80}).")
 

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .classes import FRESH, TIMES
 from .edits import Call
 from .patch_errors import CheckpointError
-
-FRESH = "_hfpatch_fresh"  # marks a new projection whose values are torch's
-TIMES = "_hfpatch_times"  # attribute of a gate: factor by which the old projection's values are still to be multiplied
 
 
 class GatedLinear(nn.Module):
@@ -155,16 +153,6 @@ def new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Mod
         new = Conv1D(d_out, d_in) if isinstance(like, Conv1D) and bias else nn.Linear(d_in, d_out, bias)
     vars(new)[FRESH] = True
     return new if weight.is_meta else new.to(weight.device, weight.dtype)  # type: ignore[arg-type]
-
-
-def initialise_fresh(model: Any) -> None:
-    """Initialise new projections of a newly built model by its host's rule, and gates."""
-    for module in model.modules():
-        if vars(module).pop(FRESH, False) and not module.weight.is_meta:
-            model._init_weights(module)
-        times = vars(module).pop(TIMES, 1.0)
-        for parameter in module.parameters(recurse=False) if times != 1.0 else ():
-            parameter.data.mul_(times)
 
 
 def projection_sizes(module: nn.Module) -> tuple[int, int]:

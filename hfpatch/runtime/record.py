@@ -17,6 +17,7 @@ MODEL_TYPES = (MODEL_TYPE, KEY)
 VERSION = 3  # of the record
 _READ_UNTIL = {1: "0.2", 2: "0.4"}  # by version of the record: the first hfpatch without a reader
 REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest repair
+OPENED = "_hfpatch_opened"  # attribute of a config read from disk: the digest of its file
 _REQUIRED = {"version", "base_model_type", "request", "edits"}
 _OPTIONAL = {"any_length", "foreign_classes"}  # hfpatch 0.3 wrote the latter, which isn't read
 _MOST_REQUESTS = 1_000

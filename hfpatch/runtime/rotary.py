@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .constants import Recomputed
 
 LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 ADAPTIVE = ("dynamic", "longrope")  # scaling types whose frequencies depend on the input's length
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Recomputed):
     """Rotation of queries and keys by angles m * theta^(-2i/d), m the position and i the pair of channels.
 
     With several axes (rows and columns of an image) the pairs are split evenly among them: the first part is rotated by
@@ -96,11 +98,6 @@ class RotaryEmbedding(nn.Module):
     def reset(self) -> None:
         """Compute the buffer again, on its device; needed after a model was loaded or moved."""
         self.inv_freq = self._frequencies().to(self.inv_freq.device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        super()._apply(fn, recurse)  # moves the buffer, and with .half() also rounds it
-        self.reset()
-        return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, cos) and (-sin, sin), each (B or 1, T, 1, rotary_dim) in float32, of positions (B or 1, T).

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .constants import Recomputed
 from .lens import CENTRED, LENS, StandIn, View, host_class, reduce_generated
 
 
@@ -43,7 +43,7 @@ class Sinusoids:
         return f"Sinusoidal(base={self.base:g}, {self.layout}{scale})"
 
 
-class ComputedPositions(nn.Embedding):
+class ComputedPositions(Recomputed, nn.Embedding):
     """Embedding whose rows are computed by a scheme's rule, for any number of positions.
 
     The rows of the old table's length lie in a non-persistent buffer called `weight`, for hosts that ask for its device
@@ -83,11 +83,6 @@ class ComputedPositions(nn.Embedding):
         """Fill the buffer again, on the device where it is; loading and moving a model need it."""
         rows = torch.arange(self.num_embeddings, device=self.weight.device)
         self._buffers["weight"] = self.rows(rows)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ComputedPositions:
-        super()._apply(fn, recurse)  # moves the buffer, and with .half() rounds its rounded values again
-        self.reset()
-        return self
 
     def rows(self, indices: Tensor | slice) -> Tensor:
         """Return the rows (..., d) at integer indices (...), or of a slice, in the table's dtype."""

@@ -1,5 +1,5 @@
-"""Schemes of all kinds: norms, positions, MLPs, placements. Importing this package registers the built-in ones."""
+"""Schemes of all kinds: norms, positions, MLPs, placements. Importing this package registers the usual ones."""
 
-from . import constant_norms, learned, mlp_schemes, norm_schemes, placements, position_schemes, rope
+from . import learned, norm_schemes, position_schemes, rope
 
-__all__ = ["constant_norms", "learned", "mlp_schemes", "norm_schemes", "placements", "position_schemes", "rope"]
+__all__ = ["learned", "norm_schemes", "position_schemes", "rope"]

@@ -12,11 +12,17 @@ from ..core.registry import POSITIONS
 from ..errors import OptionError
 from .position_schemes import Position
 
+IMAGE_SIZE = "image_size"  # transformers' name
 ALL = "all"  # rows
 KEEPS = ("table", "rows")  # which old rows stay; the first is the default
 METHODS = ("tile", "linear")  # for a sequence's table; the first is the default
 GRID_METHODS = ("bicubic", "bicubic-antialias", "linear", "linear-antialias")  # for a grid's table
 _MOST_PIXELS = 2**20  # of a side
+
+
+def sides(size: Any) -> tuple[int, int]:
+    """Return height and width of a config's image size, a side or both."""
+    return (size[0], size[1]) if isinstance(size, list | tuple) else (size, size)
 
 
 @POSITIONS.register("learned")

@@ -1,4 +1,4 @@
-"""Norm schemes (LayerNorm, RMSNorm, DyT, Derf, DeepNorm, BatchNorm): options, module, and what each one preserves."""
+"""Norm schemes (LayerNorm, RMSNorm, DyT, Derf): options, module, and what each one preserves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from torch import nn
 from ..core.registry import NORMS, Registry
 from ..core.scheme import Scheme, require_number
 from ..errors import OptionError
-from ..runtime.batch_norm import MaskedBatchNorm
 from ..runtime.edits import Call, register_component
 from ..runtime.norms import AffineNorm, DynamicErf, DynamicTanh, LayerNorm, NormFacts, RMSNorm, parameter_names
 from ..runtime.patch_errors import UnsupportedError
-from .placements import Depth
 
 _DIVIDING = ("layer", "rms", "batch")  # kinds of norms that divide by a size of their input
 
@@ -29,6 +27,7 @@ class Norm(Scheme):
             for each further argument of its constructor, of the same name: numbers, words, or tuples of them.
         label: the module's name in plans; by default the component's name.
         needs_calibration: whether its starting values are measured on calibration data.
+        places: whether it also says where the norm stands, as a placement does.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -48,6 +47,7 @@ class Norm(Scheme):
     component: ClassVar[type[AffineNorm]]
     label: ClassVar[str] = ""
     needs_calibration: ClassVar[bool] = False
+    places: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -276,98 +276,3 @@ class Derf(Elementwise):
 
     def loss(self, facts: NormFacts) -> str | None:
         return f"{super().loss(facts)}; on trained weights Derf needs repair (calibration=) or training"
-
-
-@NORMS.register("deepnorm")
-@dataclass(frozen=True)
-class DeepNorm(Norm):
-    """DeepNorm: `LN(a x + f(x))` in every residual branch f, in place of `LN(x + f(x))` or `x + f(LN(x))`.
-
-    With N encoder layers of two branches and M decoder layers of three (Wang et al. 2022, arXiv:2203.00555, fig. 2):
-
-        model                     a                   b
-        encoder or decoder only   (2N)^(1/4)          (8N)^(-1/4)
-        encoder-decoder: encoder  .81(N^4 M)^(1/16)   .87(N^4 M)^(-1/16)
-                         decoder  (3M)^(1/4)          (12M)^(-1/4)
-
-    a multiplies the stream in every forward. b scales weights once, with `init="reset"`: those of feed-forward networks
-    (gates and experts included, routers not) and of attention values and outputs, whose biases start at zero; queries
-    and keys stay as they are. The paper draws these weights by Xavier's rule with gain b (1 for queries and keys); here
-    the model's own initial values are multiplied by b, so `init="reset"` is for models just built.
-
-    Post-norm models are changed by `LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a)`: a gain on the branch and a smaller
-    eps. In pre-norm models the norm moves behind the sum; the stack's last norm stays.
-
-    Args:
-        alpha, beta: a and b for all stacks, instead of the table's.
-        preserve: for trained post-norm models: output projections are multiplied by a and eps by a^2, so that the model
-            starts as the same function.
-
-    Raises:
-        OptionError: an option is outside its domain.
-    """
-
-    also_called: ClassVar[tuple[str, ...]] = ("deepnet",)
-    alpha: float | None = None
-    beta: float | None = None
-    preserve: bool = False
-    planner: ClassVar[str] = "hfpatch.planners.branch_swaps:plan_deepnorm"
-    label: ClassVar[str] = "DeepNorm"
-
-    def __post_init__(self) -> None:
-        if self.alpha is not None:
-            require_number("DeepNorm", "alpha", self.alpha, above=0.0)
-        if self.beta is not None:
-            require_number("DeepNorm", "beta", self.beta, above=0.0)
-
-    def gains(self, depth: Depth) -> tuple[float, float]:
-        """(a, b) of a stack; depths are counted in branches, since not all layers have the same number of them."""
-        if depth.decoder_sublayers:
-            n, m = depth.sublayers / 2, depth.decoder_sublayers / 3
-            alpha, beta = 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16)
-        else:
-            alpha, beta = depth.sublayers**0.25, (4 * depth.sublayers) ** -0.25
-        return (alpha if self.alpha is None else self.alpha), (beta if self.beta is None else self.beta)
-
-    def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
-        """The call of a norm of the same kind."""
-        return NORMS[facts.kind]().call(facts, old)
-
-    def reason_to_keep(self, facts: NormFacts) -> str | None:
-        return None if facts.kind in ("layer", "rms") else f"DeepNorm needs LayerNorm or RMSNorm, not {facts.kind}"
-
-
-@NORMS.register("batch")
-@dataclass(frozen=True)
-class BatchNorm(Norm):
-    """Batch normalisation per channel, over all positions of the batch that aren't padding.
-
-    `(x - mean_c) / sqrt(var_c + eps) * gain + shift`, Ioffe & Szegedy 2015, arXiv:1502.03167. For encoders: in a causal
-    stack batch statistics would leak later positions into earlier ones, so such stacks keep their norms, and a causal
-    model is refused. Padding is read from the attention mask of the block around a norm; in models that take a mask,
-    norms outside of any block stay. The running averages start at mean 0 and variance 1: before training, eval mode
-    passes `x * gain + shift` on.
-
-    Args:
-        momentum: weight of the newest batch in the running averages.
-
-    Raises:
-        OptionError: momentum isn't a number in (0, 1].
-    """
-
-    also_called: ClassVar[tuple[str, ...]] = ("bn",)
-    momentum: float = 0.1
-    component: ClassVar[type[AffineNorm]] = MaskedBatchNorm
-    planner: ClassVar[str] = "hfpatch.planners.batch_norm_swaps:plan_batch_norms"
-    label: ClassVar[str] = "BatchNorm"
-
-    def __post_init__(self) -> None:
-        require_number("BatchNorm", "momentum", self.momentum, above=0.0, at_most=1.0)
-
-    def reason_to_keep(self, facts: NormFacts) -> str | None:
-        if len(facts.shape) != 1:
-            return "it normalises other axes than the last"
-        return super().reason_to_keep(facts)
-
-    def loss(self, facts: NormFacts) -> str | None:
-        return "statistics are taken over the batch instead of each position; running averages need training"

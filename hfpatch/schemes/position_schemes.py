@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from ..core.registry import POSITIONS, Registry
 from ..core.scheme import Scheme, require_number
 from ..errors import OptionError
-from ..runtime.alibi import LinearBias
 from ..runtime.edits import Call
 from ..runtime.tables import Sinusoids
 
@@ -163,7 +162,7 @@ class ALiBi(Position):
 
     def score_bias(self, num_heads: int) -> Call:
         options = {} if self.max_bias == 8 else {"max_bias": self.max_bias}
-        return Call.of(LinearBias, num_heads, **options)
+        return Call.of("LinearBias", num_heads, **options)
 
     def describe(self, head_dim: int) -> str:
         return "ALiBi" if self.max_bias == 8 else f"ALiBi(max_bias={self.max_bias:g})"

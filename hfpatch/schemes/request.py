@@ -6,26 +6,30 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from ..core.globs import as_globs, both
+from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 from ..core.scheme import Scheme
 from ..errors import OptionError
 from ..runtime.declared_types import is_of_type
 from ..runtime.edits import Edit
 from ..runtime.patch_errors import CheckpointError, PatchError, UnsupportedError
 from ..runtime.record import KEY, VERSION, read_record
-from .mlp_schemes import MLP
-from .norm_schemes import DeepNorm, Norm
-from .placements import Placement
+from .norm_schemes import Norm
 from .position_schemes import Position
 from .verdicts import EXACT, Outcome
 
-KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}
+if TYPE_CHECKING:
+    from .from_scratch import Placement
+    from .mlp_schemes import MLP
+
+KINDS: dict[str, Registry] = {"norm": NORMS, "pos": POSITIONS, "mlp": MLPS, "placement": PLACEMENTS}
 # one scheme, or a mapping from globs to schemes for the modules that they match; None keeps these modules
 NormChoice: TypeAlias = str | Norm | Mapping[str, str | Norm | None]
 PositionChoice: TypeAlias = str | Position | Mapping[str, str | Position | None]
-MLPChoice: TypeAlias = str | MLP | Mapping[str, str | MLP | None]
+MLPChoice: TypeAlias = "str | MLP | Mapping[str, str | MLP | None]"
+PlacementChoice: TypeAlias = "str | Placement"
 _AUTO = "auto:"  # among the globs of `keep`: a budget follows
 KEEP = "keep"  # in a mapping, like None: modules that stay as they are
 INITS = ("auto", "exact", "copy", "reset")
@@ -181,7 +185,7 @@ def require_fit(fit: Any) -> None:
 
 def kind_of(scheme: Scheme) -> str:
     """Return the kind of a scheme, which is the name of `patch_model`'s argument: "norm", "pos", ..."""
-    return next(kind for kind, base in KINDS.items() if isinstance(scheme, base))
+    return next(kind for kind, registry in KINDS.items() if registry is scheme.registry)
 
 
 def _resolve(kind: str, value: object) -> dict[str, Scheme | None]:
@@ -190,7 +194,9 @@ def _resolve(kind: str, value: object) -> dict[str, Scheme | None]:
     Raises:
         OptionError, UnknownNameError: a glob or a scheme is invalid.
     """
-    resolve = KINDS[kind].resolve
+    if value is None:
+        return {"*": None}
+    resolve = KINDS[kind].base.resolve
     if not isinstance(value, Mapping) or kind == "placement":
         return {"*": resolve(value)}
     return {
@@ -347,7 +353,7 @@ def _read_request(stored: Any, where: str) -> tuple[str, SchemeRequest]:
     for name in (name for name, is_sound in sound.items() if not is_sound):
         raise CheckpointError(f"{where}: {name} can't be {stored[name]!r:.40}.")
     try:
-        scheme = KINDS[kinds[0]].resolve(stored[kinds[0]])
+        scheme = KINDS[kinds[0]].base.resolve(stored[kinds[0]])
         outcome = Outcome.from_json(stored["outcome"]) if stored.get("outcome") else None
     except (PatchError, ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -365,11 +371,14 @@ def _are_globs(value: Any) -> bool:
 # Checks of a request against earlier requests, and of its parts against each other
 
 
-def require_same_init(requested: dict[str, tuple[SchemeRequest, ...]], record: Record) -> None:
-    """Refuse a repeated request that differs from the recorded request in `init` alone.
+def new_requests(
+    requested: dict[str, tuple[SchemeRequest, ...]], record: Record
+) -> dict[str, tuple[SchemeRequest, ...]]:
+    """Return the requests that aren't in place already, by kind.
 
     Raises:
-        OptionError: there is such a request; the message says what to do instead.
+        OptionError: a request in place differs from the recorded request in `init` alone.
+        UnsupportedError: requests can't be combined, with each other or with those of earlier patches.
     """
     for kind, parts in requested.items():
         for part, done in zip(parts, record.newest(kind, len(parts)), strict=False):
@@ -379,9 +388,12 @@ def require_same_init(requested: dict[str, tuple[SchemeRequest, ...]], record: R
                     f"init={part.init!r} would change nothing. Patch the original model with it, or use "
                     "repair(model, original, batches) to fit this model."
                 )
+    new = {kind: parts for kind, parts in requested.items() if not record.has(kind, parts)}
+    _require_order(new, record)
+    return new
 
 
-def require_order(requested: dict[str, tuple[SchemeRequest, ...]], record: Record) -> None:
+def _require_order(requested: dict[str, tuple[SchemeRequest, ...]], record: Record) -> None:
     """Refuse what can't be combined in one request, or a placement with the norm scheme of an earlier patch.
 
     Raises:
@@ -396,7 +408,7 @@ def require_order(requested: dict[str, tuple[SchemeRequest, ...]], record: Recor
         )
     if "placement" not in requested:
         return
-    if any(isinstance(part.scheme, DeepNorm) for part in norms):
+    if any(part.scheme.places for part in norms):
         raise UnsupportedError("DeepNorm is a placement of its own: LN(a x + f(x)). Leave placement= out.")
     if norms and requested["placement"][0].scheme.name == "sandwich":
         raise UnsupportedError(

@@ -21,7 +21,7 @@ from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.joins import Gains, Join, Joins
 from ..runtime.lens import lens_of
 from ..runtime.patch_errors import UnsupportedError
-from ..schemes.placements import Depth
+from ..schemes.from_scratch import Depth
 from .block_runs import measuring
 from .deepnorm_weights import with_weights
 from .residual_branches import Branch, find_branches

@@ -46,6 +46,11 @@ class FoundStack:
     def table_name(self) -> str:
         return self.path(self.stack.table)
 
+    @property
+    def is_grid(self) -> bool:
+        """Whether the table holds an image's patches."""
+        return self.stack.grid is not None or isinstance(self.table(), nn.Parameter)
+
     def holder(self) -> tuple[nn.Module, str]:
         """Return the module that holds the table, and the table's name in it."""
         path, _, attribute = self.stack.table.rpartition(".")

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 
 from hfpatch import export_model
 from hfpatch.checkpoint.patched_classes import registered_config_class
-from hfpatch.checkpoint.stored_config import OPENED, config_digest
+from hfpatch.checkpoint.stored_config import config_digest
 from hfpatch.cli import app
 from hfpatch.errors import FingerprintWarning
 from hfpatch.hub.push import push_patched
 from hfpatch.runtime.patch_errors import CheckpointError
-from hfpatch.runtime.record import KEY
+from hfpatch.runtime.record import KEY, OPENED
 
 INF, NAN = float("inf"), float("nan")
 

@@ -17,8 +17,9 @@ from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.core.scheme import construct
 from hfpatch.errors import OptionError, UnknownNameError
 from hfpatch.runtime.patch_errors import PatchError
+from hfpatch.schemes.from_scratch import BatchNorm
 from hfpatch.schemes.learned import Learned
-from hfpatch.schemes.norm_schemes import RMS, BatchNorm, Derf, DyT, Layer, Norm
+from hfpatch.schemes.norm_schemes import RMS, Derf, DyT, Layer, Norm
 from hfpatch.schemes.position_schemes import ALiBi, NoPE, Position, Sinusoidal
 from hfpatch.schemes.rope import RoPE
 

@@ -15,7 +15,7 @@ CUTS = {"startswith", "endswith", "split", "partition", "rpartition", "removepre
 # texts of others, and texts with a grammar: what is compared, and why that is no state of ours
 ALLOWED = {
     "runtime/refuse_host.py": "a sentence in a file is the guard itself",
-    "checkpoint/patched_classes.py": "an AttributeError of Python",
+    "checkpoint/pretrained.py": "an AttributeError of Python",
     "checkpoint/remote_code.py": "import lines of our sources",
     "hub/card.py": "marks in the Markdown of a card",
     "sites/architectures/architecture.py": "the grammar of globs",

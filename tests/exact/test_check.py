@@ -11,7 +11,7 @@ from tiny_models import changes, fingerprint, inputs, norms_of, patch, tiny
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
-from hfpatch.exact.compensate import norm_inputs
+from hfpatch.exact.observe import norm_inputs
 from hfpatch.measure.quiet_forward import cast_for_model, inference_state
 from hfpatch.measure.snapshot import Snapshot, Verdict, run
 

@@ -35,7 +35,7 @@ from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
 from hfpatch.exact.centring import Axis, Centring, Signal, carry_out
-from hfpatch.exact.compensate import norm_inputs
+from hfpatch.exact.observe import norm_inputs
 from hfpatch.exact.search import find_centring
 from hfpatch.measure.snapshot import run
 from hfpatch.patch import patch_model, unpatch_model

@@ -120,7 +120,7 @@ def schemes(draw: st.DrawFn, kind: str) -> Any:
 
     Words for an option are those that the docstring quotes.
     """
-    name, scheme = draw(st.sampled_from(sorted(KINDS[kind].registry.items())))
+    name, scheme = draw(st.sampled_from(sorted(KINDS[kind].items())))
     hints = typing.get_type_hints(scheme)
     words = tuple(dict.fromkeys(re.findall(r'"([a-z][a-z0-9-]*)"', scheme.__doc__ or "")))
     options: dict[str, Any] = {}

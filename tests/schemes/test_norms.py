@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from hfpatch.core.registry import NORMS
 from hfpatch.runtime.norms import AffineNorm
 from hfpatch.schemes.constant_norms import Folded
-from hfpatch.schemes.norm_schemes import RMS, DeepNorm, Derf, DyT, Layer
+from hfpatch.schemes.from_scratch import DeepNorm
+from hfpatch.schemes.norm_schemes import RMS, Derf, DyT, Layer
 from hfpatch.sites.norm_facts import describe
 
 SCHEMES = {

@@ -1,24 +1,131 @@
-"""Resizing of position tables; tables on a grid of patches are interpolated to another image size."""
+"""Planner of position tables that stay: computed by a rule, resized, or interpolated to another image size."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.plan_table import Change, Row
+from ..core.plan_table import Change, Kept, Row
 from ..core.weight_change import WeightChange
 from ..runtime.constants import Rows
-from ..runtime.edits import Call, Edit
+from ..runtime.edits import LENS_SLOT, Call, Edit
+from ..runtime.length_lenses import CountedLength, limit_beside_table
 from ..runtime.patch_errors import UnsupportedError
-from ..schemes.learned import Learned
-from ..sites.stacks import FoundStack
+from ..runtime.tables import ComputedPositions
+from ..schemes.learned import IMAGE_SIZE, Learned, sides
+from ..schemes.position_schemes import Position
+from ..sites.stacks import FoundStack, first_row
 
-IMAGE_SIZE = "image_size"  # transformers' name
+
+def kept_table_change(
+    item: FoundStack, scheme: Position, row: Row, fresh: bool, longer: Callable[[int], Iterable[Edit]]
+) -> Change:
+    """Return the change of a table that is kept, computed or resized; with `fresh`, its rows are new.
+
+    Args:
+        row: the plan's row so far.
+        longer: gives the edits of attributes that hold the old maximum length, for a new one.
+
+    Raises:
+        UnsupportedError: the table is gone, or doesn't have one row for each position.
+    """
+    table: Any = item.table()
+    if item.removed_rows() is not None:
+        raise UnsupportedError(
+            f"{item.table_name}: an earlier patch removed this table, and pos={scheme.name!r} needs it. Use "
+            "unpatch_model (after a patch with reversible=True), or start from the original checkpoint."
+        )
+    why = _reason_not_to_resize(item, table, scheme)
+    if why is not None:
+        raise UnsupportedError(
+            f"{item.table_name}: pos={scheme.name!r} needs a table with one row a position, and {row.now} {why}. "
+            "pos='rope' and pos='nope' do without."
+        )
+    if isinstance(scheme, Learned) and isinstance(table, ComputedPositions):
+        raise UnsupportedError(
+            f"{item.table_name} is computed since an earlier patch, so it has no rows to resize. Start from the "
+            "original checkpoint."
+        )
+    first = first_row(item)
+    old, new = table.num_embeddings - first, scheme.max_positions
+    edits, values = list[Edit](), tuple[WeightChange, ...]()
+    if not isinstance(scheme, Learned):
+        same = _follows(table, scheme, first)
+        loss = None if same else "learned positions are replaced"
+        why_exact = "its rows follow this rule already"
+        note = "inputs of any length" + (" (the table's own rule)" if same else "")
+        row = row.replace_by(scheme.describe(0), loss, why_exact=why_exact, note=note)
+        edits.append(Edit.of(item.table_name, Call.of(ComputedPositions, scheme.rule(), first)))
+    elif scheme.image_size is not None:
+        row = row.keep("image_size is for tables of image patches")
+    elif new in (None, old) and not (scheme.repeats and scheme.equal_up_to(old) < old) and not fresh:
+        row = row.keep(Kept.DONE if new else "needs max_positions, the number of rows to resize it to")
+    else:
+        loss = "its rows are reinitialised" if fresh else scheme.loss(old)
+        kept = None if fresh else scheme.note(old)
+        row = row.replace_by(scheme.describe(0), loss, why_exact="every position keeps its row", note=kept)
+        edits, values = resize_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
+    longest = sys.maxsize if scheme.any_length else new
+    if longest is not None and row.becomes is not None:
+        limits = [(path, limit_beside_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
+        if isinstance(scheme, Learned):  # buffers of indices are as long as the table
+            limits = [(path, limit) for path, limit in limits if isinstance(limit, CountedLength)]
+        edits += [Edit.of(item.path(path, LENS_SLOT), limit) for path, limit in limits if limit is not None]
+        edits += longer(longest)
+    return Change(row, tuple(edits), values)
+
+
+@dataclass(frozen=True)
+class _Resize:
+    """Gives a learned table another number of rows; the first rows, of no position, stay.
+
+    Attributes:
+        scheme: makes the new rows.
+        first: how many rows belong to no position.
+    """
+
+    scheme: Learned
+    first: int
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return torch.cat((rows[: self.first], self.scheme.resize(rows[self.first :])))
+
+    def __str__(self) -> str:
+        return f"rows of x by {self.scheme}"
+
+
+def _reason_not_to_resize(item: FoundStack, table: Any, scheme: Position) -> str | None:
+    """Why a table can't be computed or resized in its place; None if it can."""
+    stack = item.stack
+    if item.is_grid:
+        return "holds a grid of patches, whose rows have two coordinates"
+    if not isinstance(table, nn.Embedding):
+        return "is no nn.Embedding"
+    if stack.others and not isinstance(scheme, Learned):  # the others may be read at positions beyond their last
+        return f"isn't the only one ({', '.join(stack.others)})"
+    if any(limit_beside_table(limit, stack.reserved_rows) is None for _, limit in stack.limits):
+        return "is read by the model in a way that hfpatch can't follow"
+    return None
+
+
+def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
+    """Whether the table's rows are already those of a scheme's rule."""
+    if table.weight.is_meta:
+        return False
+    indices = torch.arange(table.num_embeddings - first, device=table.weight.device)
+    rule = scheme.rule()
+    rows = None if rule is None else rule.rows(indices, table.embedding_dim)
+    tolerance = 1e-5 if table.weight.dtype in (torch.float32, torch.float64) else 1e-2
+    return rows is not None and torch.allclose(table.weight[first:].to(rows.dtype), rows, atol=tolerance, rtol=0)
+
+
+# Grids of patches
 
 
 @dataclass(frozen=True)
@@ -192,11 +299,6 @@ def _is_size(size: Any) -> bool:
     if isinstance(size, list | tuple):
         return len(size) == 2 and all(type(side) is int for side in size)
     return type(size) is int
-
-
-def sides(size: Any) -> tuple[int, int]:
-    """Return height and width of a config's image size, a side or both."""
-    return (size[0], size[1]) if isinstance(size, list | tuple) else (size, size)
 
 
 def _count_patches(item: FoundStack, height: int, width: int) -> tuple[int, int]:
