@@ -17,10 +17,10 @@ from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import unwrap_holders
 from .core.transaction import UNDO_STATE, Transaction, UndoState
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
+from .measure.batches import tokenizer_of
 from .measure.copies import copy_of
 from .measure.randomness import exclusive, keep_random_state
 from .measure.snapshot import Snapshot, Verdict
-from .measure.text_batches import tokenizer_of
 from .outcome import check_folded, fold_repaired, measure_outcomes, snapshot_of, write_outcomes
 from .plan import Plan, make_plan
 from .repairs.calibration import Calibration, calibration_for, require_data

@@ -29,8 +29,7 @@ from ..export import export_model
 from ..export.runtimes import RUNTIMES
 from ..extras.page import default_place, write_page
 from ..hub.push import push_patched
-from ..measure.batches import LENGTH, SEQUENCES
-from ..measure.text_batches import processor_of, tokenizer_of
+from ..measure.batches import LENGTH, SEQUENCES, processor_of, tokenizer_of
 from ..patch import patch_model, repair_report
 from ..plan import plan_patch
 from ..runtime.lens import host_class

@@ -19,8 +19,7 @@ from ..checkpoint.files import printable
 from ..core.mapped import read_into_memory
 from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
 from ..errors import FingerprintWarning, FreshHeadWarning, NotPreservedWarning, OptionError
-from ..measure.batches import read_batches
-from ..measure.text_batches import tokenizer_of
+from ..measure.batches import read_batches, tokenizer_of
 from ..repairs.sample import SELF, sample_batches
 from ..runtime.patch_errors import PatchError, first_line
 

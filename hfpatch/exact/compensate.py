@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
-from ..measure.hooks import observe_calls
 from ..measure.outputs import outputs_of
-from ..measure.quiet_forward import inference_state
+from ..measure.quiet_forward import inference_state, observe_calls
 from ..measure.snapshot import run
 from ..runtime.float64 import in_float64
 from ..sites.norm_facts import describe

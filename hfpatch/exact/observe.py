@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.float64_forward import outputs_in_float64
-from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..measure.outputs import max_error
+from ..measure.quiet_forward import CallArguments, first_tensor, observe_calls
 from ..measure.snapshot import NormInput
 from ..runtime.norms import NormFacts
 from ..sites.norm_facts import describe

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..measure.hooks import CallArguments, observe_calls
 from ..measure.inputs import input_embedding
 from ..measure.outputs import deviating, outputs_inside
-from ..measure.quiet_forward import default_device
+from ..measure.quiet_forward import CallArguments, default_device, observe_calls
 from ..measure.twin import twin
 from ..runtime.edits import pattern_of
 from ..runtime.patch_errors import UnsupportedError

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from ..core.holders import model_inside, tokenizer_owner
 from ..core.staging import stage_folder
 from ..errors import OptionError, WrappedModelError
-from ..measure.text_batches import tokenizer_of
+from ..measure.batches import tokenizer_of
 from ..runtime.lens import host_class
 from ..runtime.patch_errors import PatchError, UnsupportedError
 from .native import Exported, find_native, native_model, write_stock

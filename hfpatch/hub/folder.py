@@ -20,7 +20,7 @@ from ..core.bare import has_weights, require_bare
 from ..core.holders import model_inside
 from ..errors import OptionError
 from ..export import export_model
-from ..measure.text_batches import processor_of
+from ..measure.batches import processor_of
 from ..runtime.patch_errors import CheckpointError
 from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPES, OPENED
 from ..schemes.request import Record

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..runtime.float64 import in_float64
-from .hooks import observe_calls
-from .quiet_forward import inference_state
+from .quiet_forward import inference_state, observe_calls
 
 # Collections for other forwards or readers; their coordinates may change while the function stays the same
 _CACHES = re.compile(r"(.*_)?(past_key_values|cache(_params)?|mems|attentions|hidden_states)|state")

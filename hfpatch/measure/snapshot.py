@@ -14,7 +14,6 @@ from ..core.bare import has_weights
 from ..runtime.float64 import in_float64
 from ..runtime.patch_errors import UnsupportedError, describe_error
 from .copies import copy_of
-from .hooks import CallArguments, first_tensor, observe_calls
 from .media import with_media
 from .outputs import (
     DRAWS,
@@ -30,7 +29,7 @@ from .outputs import (
     outputs_inside,
     outputs_of,
 )
-from .quiet_forward import cast_for_model
+from .quiet_forward import CallArguments, cast_for_model, first_tensor, observe_calls
 
 MakeInputs = Callable[[], Mapping[str, Any] | None]  # keyword arguments of a forward; None if they can't be made
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # not the fault of the model or its inputs

@@ -13,9 +13,8 @@ from torch import nn
 
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
-from ..measure.hooks import observe_calls
 from ..measure.inputs import input_embedding, text_config
-from ..measure.quiet_forward import inference_state
+from ..measure.quiet_forward import inference_state, observe_calls
 from ..runtime.edits import SCALE_SLOT, Edit, pattern_of
 from ..runtime.lens import SCALE, SCALED
 from ..runtime.patch_errors import UnsupportedError

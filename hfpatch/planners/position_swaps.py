@@ -18,8 +18,7 @@ from ..runtime.tables import ComputedPositions
 from ..schemes.learned import ALL, IMAGE_SIZE, KEEPS, METHODS, Learned
 from ..schemes.position_schemes import Position
 from ..schemes.request import Record, SchemeRequest
-from ..sites.architectures.biases import KEPT_BIAS_PARTS, KEPT_BIASES
-from ..sites.architectures.refused import REFUSED
+from ..sites.architectures.biases import KEPT_BIAS_PARTS, KEPT_BIASES, REFUSED
 from ..sites.sites import Sites
 from ..sites.stacks import FoundStack, first_row, max_positions, require_settings
 from .attention_swaps import attention_changes, own_change, reasons_to_keep

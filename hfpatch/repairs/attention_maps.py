@@ -19,8 +19,7 @@ from transformers import Cache
 from transformers.pytorch_utils import Conv1D
 
 from ..measure.copies import copy_of
-from ..measure.hooks import CallArguments, first_tensor
-from ..measure.quiet_forward import use_attention
+from ..measure.quiet_forward import CallArguments, first_tensor, use_attention
 from ..sites.linear_maps import is_linear_map
 from .repair_report import FittedValues
 

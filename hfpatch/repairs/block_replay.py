@@ -21,9 +21,9 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..measure.hooks import CallArguments, OnCall, OnResult, first_tensor, observe_calls
+from ..core.mapped import Scratch
 from ..measure.outputs import Outputs, max_error
-from ..measure.quiet_forward import cast, device_of
+from ..measure.quiet_forward import CallArguments, OnCall, OnResult, cast, device_of, first_tensor, observe_calls
 from ..measure.randomness import seed_everything
 from ..measure.repeated_blocks import listed_modules
 from ..runtime.norms import AffineNorm
@@ -31,7 +31,6 @@ from ..runtime.patch_errors import UnsupportedError
 from ..sites.linear_maps import holds_maps, is_linear_map
 from .calibration import Batches, rows_of
 from .reference import refusing_failures
-from .tensor_file import Scratch
 
 _SAVED = object()  # marks activations that aren't outputs to replay
 _ROOM = 4  # a part is stored if all that it returns takes at most so many times its first output

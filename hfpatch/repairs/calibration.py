@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..core.bare import has_weights
+from ..core.mapped import Scratch
 from ..core.scheme import Scheme
 from ..errors import OptionError
 from ..measure.batches import read_batches
@@ -21,7 +22,6 @@ from ..measure.randomness import keep_random_state
 from ..schemes.norm_schemes import Norm
 from .near_duplicates import HELD_OUT, Key, divide, key_of, names_of
 from .sample import SELF, require_generates, sample_batches
-from .tensor_file import Scratch
 
 _GRIDS = "grid_thw"  # argument of vision towers that take the patches of several images in one tensor
 _ENOUGH = "some hundred make a good repair."

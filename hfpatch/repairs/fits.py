@@ -18,8 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..measure.copies import copy_of
-from ..measure.hooks import first_tensor
-from ..measure.quiet_forward import free_unused_memory, use_attention
+from ..measure.quiet_forward import first_tensor, free_unused_memory, use_attention
 from ..runtime.float64 import in_float64
 from ..runtime.norms import AffineNorm
 from ..sites.linear_maps import required_arguments, transform_along_axis

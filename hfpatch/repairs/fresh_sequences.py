@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..core.mapped import Scratch
 from ..errors import OptionError
 from ..measure.inputs import longest_text, redrawn_tokens
 from ..measure.quiet_forward import cast, device_of
@@ -25,7 +26,6 @@ from .distance import comparable, mean_and_worst, token_distances
 from .reference import refusing_failures
 from .repair_report import Fresh, Judgement, is_short
 from .sample import generates, sample_batches
-from .tensor_file import Scratch
 
 _LONG, _TIMES = 512, 8  # longer sequences have at most so many tokens, and so many times the calibration's
 _SEQUENCES = {Fresh.LONGER: 4, Fresh.OWN: 16, Fresh.RANDOM: 32}  # at most, of each kind

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..errors import OptionError
-from ..measure.hooks import CallArguments, first_tensor
+from ..measure.quiet_forward import CallArguments, first_tensor
 from ..runtime.fixed import FixedNorm
 from ..runtime.norms import NormFacts
 from ..sites.norm_facts import describe

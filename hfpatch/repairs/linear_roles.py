@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ..measure.hooks import first_tensor
 from ..measure.outputs import Outputs
-from ..measure.quiet_forward import use_attention
+from ..measure.quiet_forward import first_tensor, use_attention
 from ..sites.block_runs import OUTPUT, observe_blocks
 from ..sites.linear_maps import Axes, is_linear_map, reading_axes, writing_axes
 from ..sites.norm_facts import describe

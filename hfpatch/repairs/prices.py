@@ -22,8 +22,7 @@ from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..errors import OptionError
 from ..measure.copies import copy_of
-from ..measure.hooks import first_tensor
-from ..measure.quiet_forward import inference_state
+from ..measure.quiet_forward import first_tensor, inference_state
 from ..measure.randomness import process_state
 from ..runtime.fixed import FixedNorm
 from .block_replay import BlockReplay, changed_norms, segments_of

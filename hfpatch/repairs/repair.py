@@ -32,9 +32,8 @@ from transformers.utils.logging import tqdm
 from ..core.holders import unwrap_holders
 from ..core.transaction import Transaction, transaction_on
 from ..errors import NotPreservedWarning
-from ..measure.hooks import first_tensor
 from ..measure.inputs import longest_text
-from ..measure.quiet_forward import free_unused_memory, inference_state
+from ..measure.quiet_forward import first_tensor, free_unused_memory, inference_state
 from ..measure.randomness import process_state
 from ..measure.repeated_blocks import listed_modules
 from ..runtime.patch_errors import UnsupportedError

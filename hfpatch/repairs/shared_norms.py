@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..measure.hooks import first_tensor
+from ..measure.quiet_forward import first_tensor
 from ..runtime.norms import AffineNorm
 from .block_replay import BlockReplay
 from .distance import mean_and_worst, output_distance

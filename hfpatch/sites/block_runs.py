@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.float64_forward import host_errors
-from ..measure.hooks import CallArguments, observe_calls
+from ..measure.quiet_forward import CallArguments, observe_calls
 from ..runtime.edits import pattern_of
 from .norm_facts import describe
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..measure.hooks import CallArguments, first_tensor, observe_calls
+from ..measure.quiet_forward import CallArguments, first_tensor, observe_calls
 from ..runtime.edits import pattern_of
 from .block_runs import block_names, is_stream, measuring
 from .norm_facts import describe

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..measure.copies import copy_of
-from ..measure.hooks import CallArguments, first_tensor
+from ..measure.quiet_forward import CallArguments, first_tensor
 
 Axes = tuple[tuple[str, int], ...]  # names of Parameters, each with an axis
 _TOLERANCE = 1e-4  # relative; the module runs in float32: experts' kernels take no float64

@@ -11,8 +11,7 @@ from tiny_models import patch, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hfpatch.measure.hooks import CallArguments
-from hfpatch.measure.quiet_forward import use_attention
+from hfpatch.measure.quiet_forward import CallArguments, use_attention
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import attention_maps as maps
 from hfpatch.repairs import fits

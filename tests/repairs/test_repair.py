@@ -21,7 +21,7 @@ from transformers import GPT2LMHeadModel, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from hfpatch.errors import NotPreservedWarning, OptionError, WrappedModelError
-from hfpatch.measure.hooks import observe_calls
+from hfpatch.measure.quiet_forward import observe_calls
 from hfpatch.patch import patch_model, repair_report, unpatch_model
 from hfpatch.repairs import fits, norm_fit
 from hfpatch.repairs import repair as engine

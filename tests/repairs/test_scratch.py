@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from hfpatch.core.mapped import Scratch
 from hfpatch.errors import PatchError
-from hfpatch.repairs.tensor_file import Scratch
 
 VALUES: dict[str, Any] = {
     "plain": torch.randn(3, 4),

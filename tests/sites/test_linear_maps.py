@@ -10,7 +10,7 @@ import zoo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfpatch.measure.hooks import CallArguments, first_tensor, observe_calls
+from hfpatch.measure.quiet_forward import CallArguments, first_tensor, observe_calls
 from hfpatch.sites.linear_maps import holds_maps, reading_axes, transform_along_axis, writing_axes
 
 

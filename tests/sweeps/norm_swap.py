@@ -30,7 +30,7 @@ from tiny_models import tensors
 from torch import Tensor, nn
 
 from hfpatch.errors import NothingToPatchError
-from hfpatch.measure.hooks import CallArguments, observe_calls
+from hfpatch.measure.quiet_forward import CallArguments, observe_calls
 from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.patch import patch_model
 from hfpatch.plan import Plan, plan_patch

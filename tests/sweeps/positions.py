@@ -26,7 +26,7 @@ import zoo
 from tiny_models import patch
 
 from hfpatch.runtime.patch_errors import PatchError
-from hfpatch.sites.architectures.refused import REFUSED
+from hfpatch.sites.architectures.biases import REFUSED
 from hfpatch.sites.stacks import find_stacks
 
 HERE = Path(__file__).resolve().parent

@@ -6,7 +6,7 @@ architecture.py says what a row is made of, and how to add one.
 from ...core.registry import ARCHITECTURES
 from . import audio, decoders, encoder_decoders, encoders, vision
 from .architecture import Architecture, Stack, family
-from .refused import REFUSED
+from .biases import REFUSED
 
 for _kind in (decoders, encoders, encoder_decoders, vision, audio):
     for _family in _kind.FAMILIES:
