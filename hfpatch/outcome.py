@@ -1,4 +1,4 @@
-"""Outcomes: the measured result of each request of a patch, stored in its record."""
+"""Measures the outcome of each request of a patch, and stores it in the model's record."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def fold_repaired(
     Raises:
         VerificationError, UnsupportedError: as in `check_folded`.
     """
-    folds = plan.phases[-1]
+    folds = plan.phases.folds
     if not folds.edits:
         return
     before = Snapshot(model, _makers(model, plan, inputs), {})
@@ -121,7 +121,7 @@ def measure_outcomes(
     original: PreTrainedModel | None,
     verdict: Verdict | None,
     given: Mapping[str, Any] | None,
-    finite: bool,
+    require_finite: bool,
 ) -> dict[str, list[Outcome]]:
     """Return the measured outcomes of a patch's schemes, by kind.
 
@@ -135,11 +135,13 @@ def measure_outcomes(
         original: a copy that computes what the model computed before; None if the weights aren't in memory.
         verdict: the verdict of the check of the exact conversion of norms; None if there was no check.
         given: the user's inputs of one forward, if there are any.
-        finite: whether outputs have to be finite now; not if a repair or training follows.
+        require_finite: whether outputs have to be finite now; not if a repair or training follows.
 
     Raises:
         UnsupportedError: the model ran before and no longer does, or its outputs were finite and aren't.
     """
+    # An exact conversion has its own check, and the rest is measured as a whole. So what keeps the function can't be
+    # measured apart from what doesn't.
     lossy = list(dict.fromkeys(found.kind for found in plan.planned if found.losses))
     checked = Outcome(EXACT, basis=_basis(model, before.inputs))
     if verdict is not None:
@@ -148,12 +150,12 @@ def measure_outcomes(
     judged = [verdict is not None and found.kind == "norm" and not found.losses for found in plan.planned]
     if not all(judged):
         after = before.outputs_after(model) if before.forward is not None else None
-        if finite and isinstance(after, dict) and before.forward is not None:
+        if require_finite and isinstance(after, dict) and before.forward is not None:
             _require_finite(before.forward.outputs, after, model)
         runs = False
         if original is not None and "pos" in plan.kinds:
             changes = [change for one in plan.planned if one.kind == "pos" for change in one.changes]
-            require_same_frequencies(model, [change.row.module for change in changes if change.changes])
+            require_same_frequencies(model, [change.row.module for change in changes if change.replaces])
             runs = require_runs_in_full(model, original, plan.lengths, given)
         whole = _of_whole(before, model, after, bool(lossy), runs)
         apart = Outcome(EXACT, basis=f"{NOT_MEASURED} apart from {', '.join(lossy)}")
@@ -162,7 +164,7 @@ def measure_outcomes(
         own = [row for row in found.rows if row.kind != "stream" or row.becomes is None]  # not what is centred
         reasons = [row.reason for row in own if row.becomes is None and row.reason]
         kept = [f"{len(reasons)} of {len(own)} modules ({'; '.join(dict.fromkeys(reasons))})"] if reasons else []
-        if unfolded := [str(change.row.reason) for change in found.folds if not change.changes]:
+        if unfolded := [str(change.row.reason) for change in found.folds if not change.replaces]:
             kept.append(f"{len(unfolded)} fixed norms, not folded ({'; '.join(dict.fromkeys(unfolded))})")
         outcome = checked if is_checked else apart if lossy and not found.losses else whole
         outcomes.setdefault(found.kind, []).append(replace(outcome, lost="; ".join(found.losses), kept="; ".join(kept)))

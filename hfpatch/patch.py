@@ -66,10 +66,11 @@ def patch_model(
     an older optimizer doesn't hold new Parameters.
 
     Norm swaps that should keep the function are checked on the model itself before anything else changes. Its outputs
-    and the means of its norms' inputs may differ from the original's by at most ten times the difference that noise in
-    the last bit of every module's output makes. If they differ more, the exact swap is undone and the norms are swapped
-    without centring, with a warning that gives the error. With init="exact" the error is raised. The same request again
-    doesn't repeat the exact swap. On the meta device nothing can be checked, and a warning says so.
+    may differ from the original's, and the means of its norms' inputs from zero, by at most ten times as much as noise
+    in the last bit of the output of every module with Parameters makes. If they differ more, the exact swap is undone
+    and the norms are swapped without centring; the outcome, and the warning, give the error. With init="exact" it is
+    raised. The same request again doesn't repeat the exact swap. On the meta device nothing can be checked, and a
+    warning says so.
 
     Args:
         model, norm, pos, mlp, placement, only, keep, init, example_inputs: as in `plan_patch`.
@@ -96,7 +97,7 @@ def patch_model(
 
     Raises:
         PatchError: a subclass of it, from the plan, before anything changes. If something fails later, every change of
-            the model is rolled back before the error is passed on.
+            the model is rolled back before the error is passed on (`compile=` comes after, and leaves the patch).
         UnsupportedError: also if the model ran before the patch and doesn't run after it, or its outputs aren't finite,
             or it lacks the repair that the scheme needs (`fixed`, `none`); the patch is rolled back.
         VerificationError: a fold isn't exact on the model; with init="exact", the swap isn't, or can't be measured.
@@ -111,29 +112,29 @@ def patch_model(
     schemes = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
     others = {"example_inputs": example_inputs, "calibration": calibration, "tokenizer": tokenizer, "fit": fit}
     request = Request.of(schemes, only, keep, init, **others, reversible=reversible, compile=compile)
-    new_lengths = _new_lengths(request)
+    tokenizer_lengths = _tokenizer_lengths(request)
     plan = make_plan(model, request)
-    kept = _undo_state_for(model) if request.reversible else None
+    undo_state = _undo_state_for(model) if request.reversible else None
     _require_patchable(plan, model, request)
     data = None if calibration is None else calibration_for(model, calibration, tokenizer)
     if request.budget is not None and data is not None:
-        from .repairs.prices import within_budget  # other requests don't need this import
+        from .repairs.prices import norms_beyond  # other requests don't need this import
 
-        plan = make_plan(model, request.keeping(within_budget(model, plan, request.budget, data)))
-    parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
-    transaction = Transaction.on(model) if kept is None else kept.transaction
+        plan = make_plan(model, request.keeping(norms_beyond(request.budget, model, plan, data)))
+    parameters, new_lengths = list(model.parameters()), plan.lengths_in(model.config)
+    transaction = Transaction.on(model) if undo_state is None else undo_state.transaction
     with transaction.all_or_nothing():
         if plan.planned:
-            _keep_on_model(model, UNDO_STATE, kept, transaction)  # first in the log, so that it is undone last
+            _keep_on_model(model, UNDO_STATE, undo_state, transaction)  # first in the log, so that it is undone last
             plan, report = _carry_out(plan, request, model, transaction, data)
-        for target, name, length in new_lengths:
+        for target, name, length in tokenizer_lengths:
             transaction.set_attribute(target, name, length)
         if plan.planned:
             _warn(plan, model, report, init)  # an error, if the user's filter makes warnings errors
             _keep_as_initialised(model, parameters)
             _keep_on_model(model, REPAIR, report, transaction)  # None removes an earlier patch's report
-            if kept is not None:
-                kept.lengths.update(lengths)
+            if undo_state is not None:
+                undo_state.lengths.update(new_lengths)
     if compile:
         from .compile import compile_model
 
@@ -177,12 +178,12 @@ def _carry_out(
     before = snapshot_of(model, plan, inputs)
     with keep_random_state(), torch.inference_mode(False):
         plan, verdict = _convert_exactly(plan, model, before, init, transaction)
-        _, norms, others, _ = plan.phases
         original = _original_of(model, plan, calibration)
-        norms.apply(model, transaction)
+        plan.phases.norms.apply(model, transaction)
         if plan.conversion is not None:
             plan.conversion.compensate(model, before.inputs, transaction)
-        others.apply(model, transaction)
+        plan.phases.others.apply(model, transaction)
+        # what follows runs the model as a checkpoint of it will be opened; a lens on the model itself has its own class
         give_patched_config(model, plan.record, transaction, plan.lengths)
         transaction.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
         repairs = calibration is not None and original is not None and bool(plan.losses())
@@ -207,7 +208,7 @@ def _convert_exactly(
         VerificationError: the check failed, and init="exact".
     """
     start = len(transaction)
-    plan.phases[0].apply(model, transaction)
+    plan.phases.exact.apply(model, transaction)
     if plan.conversion is None or not before.checks:
         folds = any(found.part.scheme.folds and not found.losses for found in plan.planned)
         return plan, check_folded(before, model) if folds else None
@@ -225,8 +226,9 @@ def _convert_exactly(
 def _original_of(model: PreTrainedModel, plan: Plan, calibration: Any) -> PreTrainedModel | None:
     """A copy that goes on computing what the model computes now, for the check of positions and the repair.
 
-    It is made after the exact conversion, which kept the function: so it shares the converted weights, and a repair
-    leaves norms alone that were converted exactly. None if nothing needs the copy, or the model has no weights.
+    It is made after the exact conversion, which kept the function: so a repair, which fits norms of another class than
+    the copy's, leaves alone what was converted exactly. It may share the weights, since a transaction gives what it
+    changes new memory. None if nothing needs the copy, or the model has no weights.
     """
     needed = "pos" in plan.kinds or calibration is not None
     return copy_of(model, share=True) if needed and has_weights(model) else None
@@ -238,7 +240,7 @@ def outcomes(model: nn.Module) -> Outcomes:
 
     The results are measured right after the patch or its repair, against the model as it was before, and saved with the
     model; later training doesn't change them. A request is recorded as it was carried out: with init='copy' if an exact
-    swap of norms was tried and nothing could be centred.
+    swap of norms was tried, and nothing could be centred or its check failed.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -338,7 +340,7 @@ def _undo_state_for(model: PreTrainedModel) -> UndoState:
     return undo_state or UndoState(Transaction(), model.dtype, {})
 
 
-def _new_lengths(request: Request) -> list[tuple[Any, str, int]]:
+def _tokenizer_lengths(request: Request) -> list[tuple[Any, str, int]]:
     """Settings (target, attribute, value) that cut texts at the length that `pos` sets: a tokenizer's, a holder's.
 
     Raises:

@@ -7,7 +7,8 @@ has four phases; edits name modules by patterns from the base model, values of P
    values: transformer.wpe.weight, h.*.attn.c_proj and h.*.mlp.c_proj lose the mean over the channels of the stream
    edits:  drop's output is centred in every forward (wte is tied to the head, so it can't be),
            h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)
-2. Norm swaps that don't keep the function: none here. They would be here with init="copy", or if the check fails.
+2. Norm swaps that nothing checks: none here. They would be here with init="copy", or if the check fails. In post-norm
+   models biases are then corrected on data (exact/compensate.py), which no plan lists.
 3. Positions, MLPs and placements.
    edits:  wpe = its mean row; h.*.attn gets a child `rotary_emb` and a lens, under which its own forward rotates;
            the base model gets a lens that hands on what depends on positions alone
@@ -23,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -51,7 +52,7 @@ from .sites.sites import Sites
 
 @dataclass
 class Phase:
-    """Phase of a plan: edits and weight changes, applied in the order of its attributes, as in `Change`.
+    """Phase of a plan: edits and weight changes, applied in the order of its attributes, which are those of `Change`.
 
     Edits are at patterns of module names, relative to the base model; values and starts at full names of Parameters.
     """
@@ -84,15 +85,32 @@ class Phase:
             step.apply(model, transaction)
 
 
+class Phases(NamedTuple):
+    """The phases of a plan, in the order in which they are carried out.
+
+    Attributes:
+        exact: what keeps the function: centring of the stream, exact norm swaps, folds. `patch_model` checks it before
+            the next phase. A scale of the stream (DyT for language models from scratch) is in here, too.
+        norms: all other norm swaps.
+        others: positions, MLPs and placements, in this order. A placement reads the norms as the last phase left them.
+        folds: after the repair, folds of the norms that it fitted, which are checked like `exact`.
+    """
+
+    exact: Phase
+    norms: Phase
+    others: Phase
+    folds: Phase
+
+
 @dataclass(repr=False, frozen=True)
 class Plan(Result):
     """Plan of a patch of one model, made by `plan_patch`; `str(plan)` is a table of it.
 
     Attributes:
         model_name: the model's class.
-        old_record: the patch record that the model's config holds now, but for `any_length`, which is the plan's.
+        old_record: the patch record that the model's config holds now, with `any_length` as the plan makes it.
         planned: what each requested scheme changes; schemes that are in place already are left out.
-        phases: the changes in the order in which they are carried out.
+        phases: the changes, in the order in which they are carried out.
         derived: attributes and buffers that the model's class computes from new lengths.
         changing, kept: how many modules change, and how many the plan names and keeps.
         generates: whether the model can write its own calibration for a repair.
@@ -100,8 +118,8 @@ class Plan(Result):
 
     model_name: str
     old_record: Record
-    planned: tuple[PlannerResult, ...] = ()
-    phases: tuple[Phase, ...] = ()
+    planned: tuple[PlannerResult, ...]
+    phases: Phases
     derived: ConfigDiff = field(default_factory=ConfigDiff)
     changing: int = 0
     kept: int = 0
@@ -170,7 +188,7 @@ class Plan(Result):
 
     @property
     def weights(self) -> list[WeightChange]:
-        """The changes of Parameters' values of all phases, in order."""
+        """The planned changes of Parameters' values, of all phases, in order."""
         return [one for phase in self.phases for one in (*phase.values, *phase.starts)]
 
     @property
@@ -181,7 +199,7 @@ class Plan(Result):
     @property
     def empty(self) -> bool:
         """Whether nothing will change."""
-        return not any(change.changes for change in self.changes)
+        return not any(change.replaces for change in self.changes)
 
     def lengths_in(self, config: Any) -> dict[str, Any]:
         """Return one config's new length attributes (max_positions, image_size), under the config's own names."""
@@ -347,33 +365,26 @@ def _derive(model: nn.Module, planned: Sequence[PlannerResult]) -> ConfigDiff:
     return derive(model, [setting for found in longer for setting in found.lengths], edits)
 
 
-def _phases(model: nn.Module, planned: Sequence[PlannerResult], derived: ConfigDiff) -> tuple[Phase, ...]:
-    """The four phases of a plan, in the order in which they are carried out.
-
-    1. What keeps the function: centring of the stream, exact norm swaps, folds. `patch_model` checks it before phase 2.
-    2. All other norm swaps.
-    3. Positions, MLPs and placements, in this order. A placement reads the norms as phase 2 leaves them.
-    4. After the repair: folds of the norms that it fitted, which are checked like phase 1.
-    """
+def _phases(model: nn.Module, planned: Sequence[PlannerResult], derived: ConfigDiff) -> Phases:
     groups: tuple[list[list[Change]], ...] = [], [], [], []
     checked = any(found.conversion is not None or found.part.scheme.folds for found in planned)
     for found in planned:
-        changes = [change for change in found.changes if change.changes]
+        changes = [change for change in found.changes if change.replaces]
         streams = [change for change in changes if change.row.kind == "stream"]
         norms = [change for change in changes if change.row.kind == "norm"]
         groups[0].append([*streams, *(one for one in norms if checked and one.row.why_exact is not None)])
         groups[1].append([one for one in norms if not checked or one.row.why_exact is None])
         groups[2].append([one for one in changes if one.row.kind not in ("stream", "norm")])
-        groups[3].append([one for one in found.folds if one.changes])
-    phases = tuple(Phase.of(model, group) for group in groups)
-    phases[2].then.append(derived)
+        groups[3].append([one for one in found.folds if one.replaces])
+    phases = Phases(*(Phase.of(model, group) for group in groups))
+    phases.others.then.append(derived)
     return phases
 
 
 def _is_patched_already(changes: list[Change]) -> bool:
     """Whether the model already is as the request asks, although its record doesn't say so."""
     done = any(change.row.reason is Kept.DONE for change in changes)
-    return not changes or (done and not any(change.changes for change in changes))
+    return not changes or (done and not any(change.replaces for change in changes))
 
 
 def _require_change(model: nn.Module, found: PlannerResult) -> None:
@@ -383,7 +394,7 @@ def _require_change(model: nn.Module, found: PlannerResult) -> None:
         NothingToPatchError: the message gives the reasons why all modules are kept.
     """
     changes = found.changes
-    if not any(change.changes for change in changes):
+    if not any(change.replaces for change in changes):
         reasons = "; ".join(dict.fromkeys(str(change.row.reason) for change in changes))
         request = found.part.to_text(found.kind) if found.part.only else f"{found.kind}={found.part.scheme.name!r}"
         raise NothingToPatchError(

@@ -24,7 +24,7 @@ from .auto_classes import opening
 
 
 class HfpatchConfig(PreTrainedConfig):
-    """Config class of the model type "hfpatch"; `from_dict` returns a config of the host's patched class."""
+    """Config class that patched checkpoints name; `from_dict` returns a config of the host's patched class."""
 
     model_type = MODEL_TYPE
 

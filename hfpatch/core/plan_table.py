@@ -37,7 +37,7 @@ class Row:
     """One module in a plan: what happens to it and why.
 
     Attributes:
-        kind: "norm", "position" or "mlp"; "stream" for what is centred so that norms may change, or scaled.
+        kind: "norm", "position", "mlp", "placement"; "stream" for what is centred so that norms may change, or scaled.
         module: its name in the model.
         now, becomes: what it is, and what it will be (None if it is kept).
         reason: why it is kept (`Kept`, or a text), or a note on the replacement.
@@ -114,8 +114,8 @@ class Change:
         row: for the plan; its action says whether anything changes.
         edits: changes of the model's structure, each at one place, by its name in the model.
         values: changes of present Parameters' values, before the edits. No checkpoint records them: weights hold them.
-        starts: values of Parameters that the edits bring in.
-        then: what the host's class does to these Parameters.
+        starts: values of Parameters that the edits bring in, after the edits.
+        then: what runs code of the host's class at the end: how it initialises, what it computes from new lengths.
         otherwise: what the change doesn't preserve if nothing is centred for it; None if that makes no difference.
     """
 
@@ -132,12 +132,12 @@ class Change:
         Args:
             measured: how it failed, in words.
         """
-        if self.otherwise is None or not self.changes:
+        if self.otherwise is None or not self.replaces:
             return self
         return replace(self, row=replace(self.row, losses=(f"{self.otherwise} ({measured})",), why_exact=None))
 
     @property
-    def changes(self) -> bool:
+    def replaces(self) -> bool:
         """Return whether the module isn't kept."""
         return self.row.action == "replace"
 

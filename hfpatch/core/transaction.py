@@ -31,7 +31,8 @@ _LARGE = 2**20  # bytes of a Parameter that are worth a place on disk
 class Transaction:
     """Applies changes to a model and logs how to undo each; `undo` reverts them bit for bit, newest first.
 
-    A patch changes a model only through these methods. The log holds what was replaced, so it pickles and
+    A patch changes a model only through these methods, but for the record in a config that it put there itself, and
+    marks on new Parameters. The log holds what was replaced, so it pickles and
     deep-copies together with the model.
 
     Args:

@@ -152,12 +152,12 @@ class Verdict:
 
 
 class Snapshot:
-    """Inputs and outputs of a model before a patch, and with `norms` also the effect of rounding on them.
+    """Inputs and outputs of a model before a patch, and with `norms` also the effect of rounding on them; no weights.
 
-    `add_rounding_noise` in the last bit (eps) of every module's output moves the outputs and the means at the norms.
-    An exact patch may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the
-    error of a mean of d channels that each have an error in the last bit. It may also be off by ten times float32's
-    last bit, since outputs may be centred in every forward.
+    `add_rounding_noise` in the last bit (eps) of the output of every module with Parameters moves the outputs and the
+    means at the norms. An exact patch may change outputs by ten times as much, and leave means of the largest of three
+    sizes: ten times as much; ten times eps / sqrt(d), the error of a mean of d channels that each have an error in the
+    last bit; ten times float32's last bit, since outputs may be centred in every forward.
 
     Forwards run on copies that share the weights: some models change their own settings in a forward.
 

@@ -55,7 +55,7 @@ def attention_changes(
     if scheme.attends:
         from .score_bias import require_bias  # of ALiBi alone
 
-        changed = {change.row.module: attentions[change.row.module] for change in changes if change.changes}
+        changed = {change.row.module: attentions[change.row.module] for change in changes if change.replaces}
         require_bias(changed, _lens(item.stack), scheme, _has_biases(item))
     return changes
 
@@ -118,7 +118,7 @@ def _attention_change(
     if seen:
         found.append(Edit.of(f"{name}.{LENS_SLOT}", _lens(stack)))
     if (new is not None or new_bias is not None) and not scheme.keeps_table:
-        found += _handing_down(item)
+        found += _handing_down(item)  # the same in each attention's row; `condense` makes one edit of it
     return Change(row, tuple(found))
 
 

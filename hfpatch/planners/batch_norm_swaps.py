@@ -44,9 +44,9 @@ def plan_batch_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
     changes = []
     for change in plan_norms(sites, part):
         names = (change.row.module, *change.row.aliases)
-        if change.changes and any(_may_see_batch(model, name, stacks) for name in names):
+        if change.replaces and any(_may_see_batch(model, name, stacks) for name in names):
             change = replace(change, edits=(*change.edits, *_padding(model, names, stacks)))
-        elif change.changes:
+        elif change.replaces:
             change = Change(change.row.keep("its stack is causal, or gets no padding mask"))
         changes.append(change)
     return PlannerResult(part, changes)

@@ -115,7 +115,7 @@ def plan_deepnorm(sites: Sites, part: SchemeRequest[DeepNorm]) -> PlannerResult:
     for site in branches:
         alpha, beta = part.scheme.gains(found.depths[site.branch.stack])
         change = _change(sites.model, site, branches, part, alpha)
-        changes += [change, *(_weights(site, part, alpha, beta) if change.changes else ())]
+        changes += [change, *(_weights(site, part, alpha, beta) if change.replaces else ())]
     return PlannerResult(part, changes)
 
 

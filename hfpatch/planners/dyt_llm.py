@@ -85,7 +85,7 @@ def plan_dyt_llm(sites: Sites, part: SchemeRequest) -> PlannerResult:
             "norms start. Pass a number as alpha."
         )
     changes = _norms(sites, part, attentions)
-    scales = _scales(sites, unscaled) if any(change.changes for change in changes) else ()
+    scales = _scales(sites, unscaled) if any(change.replaces for change in changes) else ()
     return PlannerResult(part, [*changes, *scales])
 
 
@@ -97,7 +97,7 @@ def _norms(sites: Sites, part: SchemeRequest, attentions: tuple[str, ...]) -> li
         scheme = DyT(llm_alpha(width, of_attention))
         note = f"alpha0 = {scheme.alpha:.4g}" + (", norm of an attention" if of_attention else "")
         changes = plan_norms(sites, replace(part, scheme=scheme))
-        by_place.append([replace(one, row=one.row.with_note(note)) if one.changes else one for one in changes])
+        by_place.append([replace(one, row=one.row.with_note(note)) if one.replaces else one for one in changes])
 
     def is_of_attention(row: Row) -> bool:
         forms = [form for name in (row.module, *row.aliases) for form in names.forms(name)]

@@ -122,7 +122,7 @@ def join(results: Sequence[PlannerResult], request: Request) -> list[PlannerResu
         for change in found.changes:
             place = _place(found, change)
             owner, first = owners.setdefault(place, (index, change))
-            if change.changes and first.changes and owner != index and _texts(change) != _texts(first):
+            if change.replaces and first.replaces and owner != index and _texts(change) != _texts(first):
                 raise _conflict(change.row.module, results[owner], found, "change it in different ways")
             if _rank(change) < _rank(first):
                 owners[place] = index, change
@@ -130,7 +130,7 @@ def join(results: Sequence[PlannerResult], request: Request) -> list[PlannerResu
     _require_equal_settings(results)
     lost: dict[int, tuple[str, ...]] = {}  # by all that share a change: under NoPE alone a stack can't tell the order
     for change, first in ((change, owners[_place(found, change)][1]) for found in results for change in found.changes):
-        if change.changes and first.changes:
+        if change.replaces and first.replaces:
             before = lost.get(id(first), first.row.losses)
             lost[id(first)] = tuple(loss for loss in before if loss in change.row.losses)
     joined = []
@@ -141,7 +141,7 @@ def join(results: Sequence[PlannerResult], request: Request) -> list[PlannerResu
             row = replace(first.row, losses=lost.get(id(first), first.row.losses))
             if owner == index:
                 own.append(replace(first, row=row))
-            elif change.changes and first.changes:
+            elif change.replaces and first.replaces:
                 shared.append(row)
         by_globs = found.kind in request.mapped and not request.only
         joined.append(replace(found, changes=list(map(_worded, own)) if by_globs else own, shared=shared))
@@ -195,12 +195,12 @@ def _texts(change: Change) -> tuple[Any, ...]:
 def _rank(change: Change) -> int:
     """How little a row says: that a module changes, why it can't, that a glob keeps it, that no glob names it."""
     reason = change.row.reason
-    return 0 if change.changes else 3 if reason in _IN_MAPPING else 2 if reason is Kept.BY_KEEP else 1
+    return 0 if change.replaces else 3 if reason in _IN_MAPPING else 2 if reason is Kept.BY_KEEP else 1
 
 
 def _worded(change: Change) -> Change:
     """A change whose row speaks of a mapping's globs, not of `only`, if it comes from a mapping."""
-    if change.changes or change.row.reason not in _IN_MAPPING:
+    if change.replaces or change.row.reason not in _IN_MAPPING:
         return change
     return replace(change, row=replace(change.row, reason=_IN_MAPPING[change.row.reason]))
 

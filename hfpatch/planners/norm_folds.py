@@ -51,7 +51,7 @@ def plan_folded(sites: Sites, part: SchemeRequest) -> PlannerResult:
     found, folder = plan_norms(sites, part), _Folder.of(sites, part)
     named = folder.named(found)
     folded = [
-        folder.fold(one, sites.model.get_submodule(one.row.module), named) if one.changes else one for one in found
+        folder.fold(one, sites.model.get_submodule(one.row.module), named) if one.replaces else one for one in found
     ]
     return PlannerResult(part, folded)
 
@@ -65,7 +65,7 @@ def plan_without_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
     found, folder, folds = plan_fixed(sites, part), _Folder.of(sites, part), list[Change]()
     named, changes = folder.named(found.changes), list[Change]()
     for change in found.changes:
-        if not change.changes:
+        if not change.replaces:
             changes.append(change)
             continue
         (edit,), name = change.edits, change.row.module
@@ -76,7 +76,7 @@ def plan_without_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
             fold = folder.fold(Change(row, (Edit.of(name, Folded().call(fixed.facts, fixed)),)), fixed, named)
         else:
             fold = Change(row.keep(reason))
-        note = f"then folded{folder.note(change)}" if fold.changes else f"not folded: {fold.row.reason}"
+        note = f"then folded{folder.note(change)}" if fold.replaces else f"not folded: {fold.row.reason}"
         changes.append(replace(change, row=replace(change.row, reason=note)))
         folds.append(fold)
     return replace(found, changes=changes, folds=folds)
@@ -116,7 +116,7 @@ class _Folder:
 
     def named(self, changes: Iterable[Change]) -> set[tuple[str, ...]]:
         """The norms, by names, whose output a model inside returns and that `only` names nevertheless."""
-        returned = {_names(one): one.changes and bool(self._returned(one)) for one in changes}
+        returned = {_names(one): one.replaces and bool(self._returned(one)) for one in changes}
         return self.globs.explicitly_selected(self.part.only, returned)
 
     def _returned(self, change: Change) -> str:

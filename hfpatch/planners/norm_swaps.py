@@ -110,7 +110,7 @@ def plan_with(
         raise not_exact(changing[0].names[0], part.scheme, str(changing[0].loss))
     why = _SAME if conversion is None else _NO_MEAN
     changes = [_change(model, site, part, why) for site in norms]
-    return changes + ([] if conversion is None else conversion.changes), conversion
+    return changes + ([] if conversion is None else conversion.changes), conversion  # the latter are "stream" rows
 
 
 def _give_loss(site: _NormSite, part: SchemeRequest[Norm], conversion: Conversion | None) -> None:

@@ -36,7 +36,7 @@ def plan_position_request(sites: Sites, part: SchemeRequest[Position]) -> Planne
     if Record.of(sites.model.config).has("pos", (part,)):
         return PlannerResult(part, [])
     changes = plan_positions(sites, part)
-    if not any(change.changes for change in changes):
+    if not any(change.replaces for change in changes):
         return PlannerResult(part, changes)
     lengths = _config_lengths(sites, part)
     changes += tables_beside(sites.model, _affected(sites.tables, part, sites.names), part, changes, lengths)
@@ -92,7 +92,7 @@ def _changes(
     reasons, why = reasons_to_keep(item, part, names)
     why = why or (None if affected else OF_TEXT)
     table = table_change(model, item, part, why)
-    if part.scheme.keeps_table and not (why or table.changes):  # a mask goes with its table
+    if part.scheme.keeps_table and not (why or table.replaces):  # a mask goes with its table
         reasons = {name: reason or "its table stays as it is" for name, reason in reasons.items()}
     return [table, *attention_changes(item, item.attentions, part, reasons)]
 

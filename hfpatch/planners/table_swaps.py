@@ -162,7 +162,7 @@ def takes_any_length(record: Record, sites: Sites, planned: Sequence[PlannerResu
     new = [one for one in planned if one.kind == "pos"]
     if not new:
         return record.any_length
-    schemes = {change.row.module: one.part.scheme for one in new for change in one.changes if change.changes}
+    schemes = {change.row.module: one.part.scheme for one in new for change in one.changes if change.replaces}
     left = [one.table() for one in sites.tables if one.table_name not in schemes and one.removed_rows() is None]
     ending = [isinstance(one, Tensor | nn.Module) and not isinstance(one, ComputedPositions) for one in left]
     ending += [not schemes[one.table_name].any_length for one in sites.tables if one.table_name in schemes]

@@ -71,7 +71,7 @@ class BlockReplay:
     """Runs a model on batches block by block, with outputs of finished blocks and activations stored on disk.
 
     Args:
-        model: the model; it runs unchanged on its own device, inside the caller's `quiet`.
+        model: the model; it runs unchanged on its own device, inside the caller's `inference_state`.
         batches: the inputs.
 
     Attributes:

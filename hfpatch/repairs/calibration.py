@@ -266,7 +266,7 @@ class Calibration:
         tokenizer: for texts.
 
     Attributes:
-        drawn: whether the original writes the data.
+        drawn: whether a function draws the data: `sample_batches`, or the user's.
         prices: by norm, what its replacement alone costs on the data; empty without a budget.
     """
 
@@ -363,8 +363,8 @@ def require_distinct(distinct: int, sequences: int) -> None:
     if distinct < 2:
         found = "one sequence" if sequences == 1 else f"one distinct sequence, {sequences} times"
         raise OptionError(
-            f"calibration holds {found}. At least two that differ are needed, since one of every {HELD_OUT} (of fewer, "
-            f"the last) is held out to judge the repair; {_ENOUGH}"
+            f"calibration holds {found}. At least two that differ are needed, since one of every {HELD_OUT} (two of 4 "
+            f"to 15; the last of fewer) is held out to judge the repair; {_ENOUGH}"
         )
 
 

@@ -43,7 +43,7 @@ class FreshSequences:
     Args:
         batches: the calibration.
         model, reference: the patched model, and the original, which is run here.
-        writes: whether sequences that the original writes are fresh; they aren't if it wrote the calibration.
+        writes: whether sequences that the original writes are fresh; they may not be if the calibration was drawn.
     """
 
     def __init__(self, batches: Batches, model: PreTrainedModel, reference: PreTrainedModel, writes: bool):

@@ -12,10 +12,9 @@ import torch
 
 from ..measure.outputs import Outputs
 from ..measure.quiet_forward import first_tensor, use_attention
-from ..sites.block_runs import OUTPUT, observe_blocks
+from ..sites.block_runs import OUTPUT, find_sum, is_read_only_by, observe_blocks, read_same_tensor, reads_norm
 from ..sites.linear_maps import Axes, is_linear_map, reading_axes, writing_axes
 from ..sites.norm_facts import describe
-from ..sites.stream import find_sum, is_read_only_by, read_same_tensor, reads_norm
 from .attention_maps import map_in
 from .block_replay import BlockReplay, Segment
 from .reference import refusing_failures

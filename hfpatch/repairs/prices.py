@@ -1,6 +1,7 @@
 """Prices of norms: the cost of replacing each norm alone, and which norms can go together within a budget.
 
-A norm is priced in the original: the patched norm stands in its place, and nothing else differs. A norm with a constant
+A norm is priced in the original with the plan's exact phase (which is checked later, in the patch itself): the patched
+norm stands in its place, and nothing else differs. A norm with a constant
 scale has the median of 1/sigma there, others are fitted to the original's output. The price is the distance of the
 outputs on held-out sequences. Prices don't add up: if one norm bounds what another makes of it, both are cheap alone
 and dear together. So norms go together, cheapest first, as many as keep their common distance within the budget.
@@ -36,14 +37,14 @@ from .norm_fit import fit_norm
 _FITTED, _JUDGED = 4096, 1024  # about so many tokens fit a norm, and judge it, at most
 
 
-def within_budget(model: PreTrainedModel, plan: Any, budget: float, calibration: Calibration) -> list[str]:
+def norms_beyond(budget: float, model: PreTrainedModel, plan: Any, calibration: Calibration) -> list[str]:
     """Return the norms of a plan to keep so that the others fit a budget.
 
     Args:
-        model: the original, which isn't changed.
-        plan: the `Plan` of the patch.
         budget: how far the outputs may be from the original's before a repair: nats of KL divergence, or what
             `token_distances` says.
+        model: the original, which isn't changed.
+        plan: the `Plan` of the patch.
         calibration: the data that prices are measured on; it gets them.
 
     Raises:
@@ -63,12 +64,12 @@ def within_budget(model: PreTrainedModel, plan: Any, budget: float, calibration:
 
 @contextmanager
 def norm_prices(model: PreTrainedModel, plan: Any, calibration: Calibration) -> Iterator[NormPrices]:
-    """Context with the prices of the norms that a plan replaces; arguments as in `within_budget`."""
+    """Context with the prices of the norms that a plan replaces; arguments as in `norms_beyond`."""
     with torch.inference_mode(False), torch.autocast(model.device.type, enabled=False), process_state:
         base = copy_of(model, share=True)
-        plan.phases[0].apply(base, Transaction())
+        plan.phases.exact.apply(base, Transaction())
         patched = copy_of(base, share=True)
-        plan.phases[1].apply(patched, Transaction())
+        plan.phases.norms.apply(patched, Transaction())
         with inference_state(base), inference_state(patched):
             yield NormPrices(base, patched, calibration.batches(model))
 
@@ -77,7 +78,7 @@ class NormPrices:
     """Measures prices of a patched model's norms.
 
     Args:
-        model: the original; it only runs.
+        model: the original with the plan's exact phase; it only runs.
         patched: a patched copy, whose norms get fitted values.
         batches: the calibration's batches.
     """

@@ -7,12 +7,12 @@ computed in float64 over streamed sums:
 * a norm that changed: gain and shift by least squares to the original norm's output, channel by channel, and its
   scalars (alpha, s) by search. Norms that run several times (layers share them) are fitted before the first of them
   runs, on all of their calls;
-* queries and keys, if positions changed: by gradient descent to the original's attention maps (attention_maps.py);
 * the *readers*, linear maps that read one tensor x (queries, keys, values; the first layer of an MLP): W <- W + M W,
   with M from a ridge regression of the original's x, minus x, on x. The regression's constant goes to their biases; if
   they have none, to the shift of the norm in front, if only they read it; else there is none;
 * the *projection*, the linear map whose output is added to the residual stream: a change of its weights, from a ridge
-  regression of the difference between the original's and the patched model's stream after the branch.
+  regression of the difference between the original's and the patched model's stream after the branch;
+* queries and keys, if positions changed: by gradient descent to the original's attention maps (attention_maps.py).
 
 Every step is written, then measured on held-out sequences by running the model, and undone if it doesn't help there
 (fits.py); so is the whole repair.
@@ -75,7 +75,8 @@ def repair(
             fit in memory, accelerate may offload it (`device_map="auto"`): only the block that is running is loaded.
         calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least and 100,000 at most,
             kept on disk; or, for models that generate, "self": sequences sampled from the original.
-        transaction: the transaction that logs the changes, to undo them; the reference is then a copy, and is used up.
+        transaction: a patch's, which logs the changes, to undo them. The reference is then a copy that the caller gives
+            away: its blocks are freed as they are finished.
         fit: what is fitted to the original's attention maps if positions changed, "qk" or "bias", as in `patch_model`.
 
     Memory: besides the two models, the sums of one map at a time ((in + 2 out) in float64 numbers) and one batch of
@@ -123,11 +124,11 @@ def repair(
         batches = data.batches(reference)
         new = BlockReplay(model, batches)
         old = BlockReplay(reference, batches)
-        repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself, writes=not data.drawn)
+        repairer = _Repairer(new, old, transaction, fit, in_patch=not by_itself, writes=not data.drawn)
         repairer.report.prices = data.prices
-        record, original = Record.of(model.config), Record.of(reference.config)
-        repairer.run(record, original)
-        transaction.set_attribute(model.config, KEY, record.with_repair(original, repairer.report.outcome()).to_json())
+        record, before = Record.of(model.config), Record.of(reference.config)
+        repairer.run(record, before)
+        transaction.set_attribute(model.config, KEY, record.with_repair(before, repairer.report.outcome()).to_json())
         transaction.set_attribute(model, REPAIR, repairer.report)
     if by_itself and not repairer.report.suffices:
         warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=3)
@@ -138,22 +139,23 @@ class _Repairer:
     """One repair of a model; `run` goes through both models segment by segment and fits the patched one.
 
     Attributes:
-        new, old: the patched model and the original.
+        new, old: replays of the patched model and of the original.
         changed: names of the norms that changed.
         norms: names of the changed norms that run once in a forward.
         points: names of all norms, whose inputs show the stream of the patched model.
         moved: whether the position scheme changed.
-        touched: whether a module up to the current segment differs from the original; blocks before such a module stay.
-        gives_up: whether the original's finished blocks may be freed.
+        touched: whether a module up to the current segment differs from the original; from then on every block is
+            fitted.
+        in_patch: whether a patch repairs: fixed norms then get starting values, and the original, a copy, may be freed.
         writes: whether the original may write fresh sequences.
         latest: the block before the current one, by stack.
     """
 
     def __init__(
-        self, new: BlockReplay, old: BlockReplay, transaction: Transaction, fit: str, gives_up: bool, writes: bool
+        self, new: BlockReplay, old: BlockReplay, transaction: Transaction, fit: str, in_patch: bool, writes: bool
     ):
         self.new, self.old, self.batches, self.transaction, self.fit = new, old, new.batches, transaction, fit
-        self.gives_up, self.writes = gives_up, writes
+        self.in_patch, self.writes = in_patch, writes
         batches = self.batches
         self.report = RepairReport(
             batches.sequences,
@@ -177,7 +179,7 @@ class _Repairer:
         self.moved = record.pos != original.pos
         self.touched = self.moved or record.mlp != original.mlp or record.placement != original.placement
         segments = self._segments()
-        needed = self.gives_up and self._start()
+        needed = self.in_patch and self._start()
         mark = len(self.transaction)
         with tqdm(total=len(segments), desc="repair") as self.bar:
             self._show("distance before")
@@ -328,7 +330,7 @@ class _Repairer:
         for i in range(len(self.batches)):
             self.new.freeze(block, i)
         self.new.release_parts()
-        if self.gives_up and self.old.replays_ends:
+        if self.in_patch and self.old.replays_ends:
             self.old.free_weights(block)
         stack = self.new.stacks[block]
         if stack in self.latest and stack in self.old.chains:

@@ -22,7 +22,7 @@ _LEGEND = (
     "written, as a share of the original's variance; of maps the KL divergence."
 )
 _PRICES = "price: distance of the outputs if this norm alone is replaced."
-_FRESH = "fresh: sequences that nobody calibrated on. They decide nothing, unless outputs aren't finite there."
+_FRESH = "fresh: sequences that nobody calibrated on. They undo a repair only if outputs aren't finite there."
 _UNDONE = "undone, since it didn't help by more than noise"
 _BROKE = "undone, since it made outputs NaN or infinite"
 _SHORT = 4  # calibration shorter than the model's positions divided by this gets a note
@@ -52,7 +52,8 @@ class Step:
             (a norm's output, the readers' outputs, the stream); for attention maps the KL divergence in nats, over
             queries and heads. Both are measured on the model, `after` once the values are written to it in its dtype.
             None if nothing could be fitted.
-        kept: whether it helped; otherwise it was undone.
+        kept: whether it helped; otherwise it was undone. The whole repair may have been undone later (see
+            `RepairReport.kept`).
         note: what was found, or the reason why nothing was fitted.
     """
 
@@ -116,10 +117,10 @@ class RepairReport(SavedResult):
         longest, positions: tokens of the longest sequence, and positions of the original; 0 if there is no such number.
         measure: what `before` and `after` are.
         before, after: mean distance of the model's outputs from the original's on the held-out sequences; infinite if
-            an output isn't finite.
+            an output isn't finite. These sequences also chose penalties and steps: judge on others what is published.
         worst_before, worst_after: the largest distance of a held-out token.
-        fresh: the same distances on sequences that nobody calibrated on. They are reported and decide nothing, unless
-            outputs aren't finite there.
+        fresh: the same distances on sequences that nobody calibrated on. They decide whether the repair suffices, and
+            undo it only if outputs aren't finite there. The longer ones are held-out sequences, joined.
         advice: what in the model limits the repair, and what to do about it if the repair doesn't suffice.
         kept: whether the whole repair helped on the held-out sequences by more than noise, with finite outputs on all
             sequences that judged it; otherwise the whole repair was undone.

@@ -40,15 +40,15 @@ class Rotation:
         self.rotary, self.positions = rotary, positions
         self.key = key_of(rotary)
         self.values = None if self.key is None else values
-        self.phases = once(self.values, ("phases", self.key), (positions,), lambda: rotary(positions))
+        self.cos_sin = once(self.values, ("phases", self.key), (positions,), lambda: rotary(positions))
 
     def __call__(self, x: Tensor) -> Tensor:
         in_line = x[None] if x.dim() == 3 else x.flatten(1, -3)
-        phases = self.phases
+        cos_sin = self.cos_sin
         if self.values is not None and isinstance(self.rotary, RotaryEmbedding):
             kind = ("cast", self.key, x.dtype, x.device)
-            phases = self.values.of(kind, phases, lambda: self.rotary.cast(phases, x))
-        return self.rotary.rotate(in_line, phases).reshape(x.shape)
+            cos_sin = self.values.of(kind, cos_sin, lambda: self.rotary.cast(cos_sin, x))
+        return self.rotary.rotate(in_line, cos_sin).reshape(x.shape)
 
     def of(self, slots: Tensor) -> Rotation:
         """Return the rotation for some of the tokens, slots (B, n)."""

@@ -41,7 +41,8 @@ class HandedDown:
     """Passes position_ids to attention layers, as a lens on a stack's owner and on its checkpointed layers.
 
     Attributes:
-        children: paths of the attentions, or of checkpointed layers around them; none if the host passes arguments on.
+        children: paths of the attentions, or of checkpointed layers around them; none if the host passes arguments on:
+            then the lens passes only the values that a forward computes once (`Once`).
         grid: positions of the patches of an image or video; None for a line of tokens, whose positions are the owner's
             `position_ids`, if it gets any.
         attentions: paths of attentions that are on a grid, whose rotations say how many axes positions have.

@@ -117,21 +117,21 @@ class RotaryEmbedding(Recomputed):
         """Return the frequencies for these positions, on their device."""
         return self.inv_freq.to(positions.device)
 
-    def cast(self, phases: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the phases of `forward` in the dtype and on the device of queries or keys x."""
-        cos, sin = phases
+    def cast(self, cos_sin: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of `forward` in the dtype and on the device of queries or keys x."""
+        cos, sin = cos_sin
         if cos.dtype == x.dtype and cos.device == x.device:
-            return phases
+            return cos_sin
         return cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
 
-    def rotate(self, x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
+    def rotate(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """x (B, T, H, head_dim) with its first rotary_dim channels rotated: (x1 cos - x2 sin, x2 cos + x1 sin).
 
         Args:
             x: queries or keys.
-            phases: the result of `forward` for their positions.
+            cos_sin: the result of `forward` for their positions.
         """
-        cos, sin = self.cast(phases, x)
+        cos, sin = self.cast(cos_sin, x)
         rotary_dim, width = self.rotary_dim, x.shape[-1]
         # split and unbind rather than slices: the backward of each slice would allocate a tensor of zeros
         rotated, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)

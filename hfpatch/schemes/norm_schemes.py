@@ -23,8 +23,8 @@ class Norm(Scheme):
     """Base class of the norm schemes: frozen dataclasses whose fields are the options, the module's options included.
 
     Attributes:
-        component: the class of the module that replaces a norm, assigned without an annotation. The scheme has a field
-            for each further argument of its constructor, of the same name: numbers, words, or tuples of them.
+        component: the class of the module that replaces a norm, assigned as a class variable, which is no option. The
+            scheme has a field for each further argument of its constructor, of the same name: numbers, words, tuples.
         label: the module's name in plans; by default the component's name.
         needs_calibration: whether its starting values are measured on calibration data.
         places: whether it also says where the norm stands, as a placement does.

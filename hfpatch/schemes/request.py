@@ -45,7 +45,7 @@ class SchemeRequest(Generic[S]):
         scheme: a norm, position, MLP or placement scheme, settled for `init`.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters start.
-        outcome: the request's result, measured right after the patch (see outcome.py); None before.
+        outcome: the request's result, measured right after the patch (outcome.py) or its repair; None before.
     """
 
     scheme: S

@@ -1,4 +1,4 @@
-"""Outcomes: the measured result of each request of a patch, and how much of the original is left."""
+"""An outcome as data: what the measurement of a request gave, and how much of the original is left."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from ..measure.randomness import keep_random_state
 from ..runtime.edits import pattern_of
-from .block_runs import INPUT, OUTPUT, Block, CallKey, Run, is_stream, stream_blocks
-from .stream import find_sum
+from .block_runs import INPUT, OUTPUT, Block, CallKey, Run, find_sum, is_stream, stream_blocks
 
 # (a norm precedes the branch, a norm ends it, a norm follows the sum) -> placement; "other" for the rest
 _PLACEMENTS = {

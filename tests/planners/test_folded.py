@@ -408,7 +408,7 @@ def test_norms_arent_taken_out_while_the_layers_that_read_them_change(more: dict
 
 def test_a_plan_says_how_norms_are_folded_after_the_repair() -> None:
     plan = plan_patch(tiny("llama", LM), norm="none", only="*.0.input_layernorm")
-    folds = plan.phases[-1]
+    folds = plan.phases.folds
     projection = "model.layers.*.self_attn.q_proj"
     assert str(folds.edits[0]).startswith("layers.0.input_layernorm = ")
     texts = {one.parameter: str(one) for one in folds.values}

@@ -18,7 +18,7 @@ from hfpatch.core.transaction import Transaction
 from hfpatch.errors import OptionError
 from hfpatch.repairs import calibration
 from hfpatch.repairs.calibration import Calibration
-from hfpatch.repairs.prices import within_budget
+from hfpatch.repairs.prices import norms_beyond
 from hfpatch.repairs.repair_report import RepairReport
 
 NORMS = [f"transformer.h.{i}.ln_{j}" for i in range(3) for j in (1, 2)]
@@ -134,7 +134,7 @@ def test_a_norm_whose_scale_the_next_norms_take_out_costs_nothing(kind: str, cos
             parameter.mul_(4 if parameter.dim() > 1 else 1)
     words = model.config.get_text_config().vocab_size
     batches = [{"input_ids": one["input_ids"] % words} for one in data()]
-    within_budget(model, plan_patch(model, norm="fixed"), 100.0, calibration := Calibration(batches))
+    norms_beyond(100.0, model, plan_patch(model, norm="fixed"), calibration := Calibration(batches))
     prices = calibration.prices.items()
     found = {name.rpartition(".")[2]: price for name, price in prices if name.startswith("layers.0.")}
     for name, cost in costs.items():

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfpatch.sites.block_runs import OUTPUT, Block
-from hfpatch.sites.stream import find_sum, is_read_only_by, read_same_tensor, reads_norm
+from hfpatch.sites.block_runs import OUTPUT, Block, find_sum, is_read_only_by, read_same_tensor, reads_norm
 
 TOLERANCE = 1e-5
 
