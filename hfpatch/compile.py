@@ -8,7 +8,7 @@ of a process would share it, and beyond eight graphs run uncompiled: each (model
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .errors import OptionError
-from .measure.repeated_blocks import repeated_blocks
 from .runtime.patch_errors import UnsupportedError
 
 M = TypeVar("M", bound=nn.Module)
@@ -113,3 +112,23 @@ def _own_call(kind: type) -> Callable[..., Any]:
         return module._call_impl(*args, **kwargs)
 
     return types.FunctionType(call.__code__.replace(co_name=f"call_{kind.__name__}"), call.__globals__)
+
+
+def repeated_blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks that a model repeats, by name: elements of the outermost lists that hold several of one class.
+
+    If no two elements have the same shapes and they hold such lists (stages of a vision model), the inner elements.
+    """
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        elements = list(child.named_children()) if isinstance(child, nn.ModuleList | nn.Sequential) else []
+        inside = {index: list(repeated_blocks(element, f"{path}.{index}.")) for index, element in elements}
+        distinct = len({_shapes(element) for _, element in elements}) == len(elements)
+        if len({type(element) for _, element in elements}) == len(elements) or (distinct and all(inside.values())):
+            yield from repeated_blocks(child, f"{path}.")
+        else:
+            yield from ((f"{path}.{index}", element) for index, element in elements)
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    return type(module), *((name, p.shape) for name, p in module.named_parameters())

@@ -18,8 +18,7 @@ from .measure.media import missing_media
 from .measure.outputs import FACTOR
 from .measure.snapshot import Snapshot, Verdict
 from .plan import Plan
-from .planners.full_length import makers_of_short_inputs, require_runs_in_full
-from .planners.native_rope import require_same_frequencies
+from .planners.full_length import makers_of_short_inputs, require_runs_in_full, require_same_frequencies
 from .runtime.patch_errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.request import Record

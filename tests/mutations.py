@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "model.half() rounds the frequencies",
-        "runtime/rotary.py",
+        "runtime/constants.py",
         "        self.reset()\n        return self\n",
         "        return self\n",
         ("test_patch.py::test_the_dtype_is_kept",),
@@ -109,7 +109,7 @@ FAULTS = [
     ),
     Fault(
         "a layer-scale goes into the writers of all layers",
-        "measure/repeated_blocks.py",
+        "core/globs.py",
         "return others[: len(own)] == own",
         "return True",
         ("exact/test_find.py::TestOthers",),

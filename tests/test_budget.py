@@ -35,18 +35,18 @@ class Budget(NamedTuple):
 
 
 SIZES = {
-    "lines of hfpatch": Budget(32_244, 31_655),
-    "files of hfpatch": Budget(198, 179),
+    "lines of hfpatch": Budget(32_244, 31_640),
+    "files of hfpatch": Budget(198, 171),
     "lines of recipes": Budget(6_843, 1_748),
     "files of recipes": Budget(38, 8),
     "lines of tools": Budget(6_968, 6_962),  # what makes docs/results was among the recipes before
-    "lines of tests": Budget(45_896, 43_847),  # held since they are a table; 42,278 in 0.3.0
+    "lines of tests": Budget(45_896, 43_820),  # held since they are a table; 42,278 in 0.3.0
     "public names": Budget(24, 24),
     "public definitions without a docstring": Budget(13, 13),
 }
 OF_A_CALL = {  # patch_model with a repair; another transformers may need a module more or less
-    "modules imported by a patch": Budget(149, 132),
-    "lines imported by a patch": Budget(23_970, 23_141),
+    "modules imported by a patch": Budget(149, 103),
+    "lines imported by a patch": Budget(23_970, 19_581),
 }
 EFFECTS: set[str] = set()  # what `import hfpatch` changes in other packages, besides its entries in the Auto classes
 
@@ -172,7 +172,7 @@ def test_an_import_changes_nothing_more_outside() -> None:
 
 
 def test_no_budget_was_raised() -> None:
-    for name, budget in (SIZES | OF_A_CALL).items():
+    for name, budget in (SIZES | OF_A_19_581).items():
         assert 0 <= budget.now <= budget.first, name
 
 

@@ -17,9 +17,8 @@ from sampled import slow_but
 from tiny_models import RECORDED, difference, inputs, outputs, patch, tiny, tiny_config
 from torch import nn
 
-from hfpatch.compile import compile_model, compiled_calls, uncompile_model
+from hfpatch.compile import compile_model, compiled_calls, repeated_blocks, uncompile_model
 from hfpatch.errors import OptionError, WrappedModelError
-from hfpatch.measure.repeated_blocks import repeated_blocks
 from hfpatch.runtime.lens import LENS
 from hfpatch.runtime.patch_errors import UnsupportedError
 

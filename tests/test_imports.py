@@ -193,7 +193,7 @@ def test_the_order_is_kept_by_more_than_chance() -> None:
         "cli": {"plan"},
     }
     assert against_the_order(edges) == {("runtime.norms", "core.scheme"), ("errors", "plan")}
-    assert against_the_order({"compile": {"core.globs", "errors"}, "measure.repeated_blocks": {"compile"}}) == set()
+    assert against_the_order({"compile": {"core.globs", "errors"}, "measure.twin": {"compile"}}) == set()
 
 
 def test_a_file_name_stands_for_one_thing() -> None:

@@ -1,4 +1,4 @@
-"""Matching of only= and keep= globs against module names, with or without the base model's prefix."""
+"""Names of modules: matched by only= and keep= globs, with or without the base model's prefix, and names in lists."""
 
 from __future__ import annotations
 
@@ -137,3 +137,18 @@ def no_match(request: str, glob: str, rows: Sequence[Row]) -> NoMatchError:
         f"{request} matches none of the {len(rows)} modules that this request could change."
         f"{did_you_mean(glob, [*ends, *shown])} Their names look like: {', '.join(shown[:8])}."
     )
+
+
+def listed_modules(model: nn.Module) -> dict[str, str]:
+    """Return the elements of the outermost `nn.ModuleList`s, with the list's name."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{element}.") for element in found):
+            found |= {f"{name}.{child}": name for child, element in module._modules.items() if element is not None}
+    return found
+
+
+def same_layer(outer: str, inner: str) -> bool:
+    """Return whether another module's name begins with the numbers in a module's, as in h.0.ln and h.0.experts.3."""
+    own, others = ([piece for piece in name.split(".") if piece.isdigit()] for name in (outer, inner))
+    return others[: len(own)] == own

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.globs import same_layer
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
-from ..measure.repeated_blocks import same_layer
 from ..runtime.apply import apply, condense
 from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, Call, Edit, modules_at, pattern_of
 from ..runtime.lens import CENTRED, LENS, host_class, lensed_class

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..core.globs import same_layer
 from ..core.transaction import Transaction
 from ..core.weight_change import along_axis
 from ..measure.float64_forward import Float64
-from ..measure.repeated_blocks import same_layer
 from ..runtime.edits import modules_at, pattern_of
 from ..runtime.norms import NormFacts
 from ..sites.block_runs import block_names, observe_blocks

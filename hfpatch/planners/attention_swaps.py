@@ -28,7 +28,12 @@ from ..schemes.rope import RoPE, caching_loss
 from ..sites.architectures.architecture import Stack
 from ..sites.architectures.biases import BIASES
 from ..sites.stacks import FoundStack, max_positions, names_of, require_settings
-from .native_rope import NO_ROTATION, OWN_ROTATION_KEPT
+
+OWN_ROTATION_KEPT = (
+    "the model rotates by itself: pos='rope:theta=...' changes that rotation, pos='nope' drops it, and no other scheme "
+    "replaces it"
+)
+NO_ROTATION = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"  # what is lost
 
 
 def reasons_to_keep(

@@ -9,7 +9,7 @@ come in full, since a model takes no others.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from ..measure.media import with_media
 from ..measure.shrink import TOKENS
 from ..measure.snapshot import MakeInputs, attempt
 from ..runtime.classes import is_unlimited
+from ..runtime.lens import host_class
 from ..runtime.patch_errors import UnsupportedError, describe_error
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..runtime.tables import ComputedPositions
@@ -191,3 +192,28 @@ def makers_of_short_inputs(model: nn.Module, new_length: int | None) -> list[Mak
     lengths = [length for length in (full_length(model), new_length) if length is not None and length < TOKENS]
     tokens = min(lengths, default=None)
     return [partial(make, model, tokens=tokens) for make in (with_media, example_inputs)]
+
+
+def require_same_frequencies(model: Any, names: Collection[str]) -> None:
+    """Refuse a patched model whose rotary frequencies differ from the frequencies that its config builds.
+
+    Args:
+        model: the patched model, with the config that a checkpoint will have.
+        names: names of the rotations that were changed.
+
+    Raises:
+        UnsupportedError: the model's frequencies are other ones.
+    """
+    for rotation in find_rotations(model):
+        if rotation.name not in names or rotation.path is None:
+            continue
+        with torch.device("cpu"):
+            built = host_class(type(rotation.module))(config_at(model.config, rotation.path))
+        now, expected = rotation.frequencies(rotation.module), rotation.frequencies(built)
+        same_scale = rotation.scale(rotation.module) == rotation.scale(built)
+        if now.is_meta or (torch.equal(now.cpu(), expected.to(now.dtype)) and same_scale):
+            continue
+        raise UnsupportedError(
+            f"{rotation.name}: {rotation.kind} keeps other frequencies than the patched config gives, so the request "
+            "would take no effect, or a checkpoint would open as another model. The model was left unchanged."
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from ..measure.twin import twin
 from ..runtime.apply import apply
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.host_rotary import HostRotary, Unrotated, settings_in
-from ..runtime.lens import host_class
 from ..runtime.patch_errors import UnsupportedError, describe_error, first_line
 from ..runtime.rotary import ADAPTIVE, LENGTH, ORIGINAL
 from ..schemes.position_schemes import Position
@@ -32,13 +31,9 @@ from ..schemes.request import SchemeRequest
 from ..schemes.rope import PARTIAL, RoPE, Rotation, caching_loss, rotation_after
 from ..sites.rotations import NativeRotation, Settings, find_rotations
 from ..sites.sites import Sites
+from .attention_swaps import NO_ROTATION, OWN_ROTATION_KEPT
 from .config_diff import Setting, config_at, derive, host_with, setting
 
-OWN_ROTATION_KEPT = (
-    "the model rotates by itself: pos='rope:theta=...' changes that rotation, pos='nope' drops it, and no other scheme "
-    "replaces it"
-)
-NO_ROTATION = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"  # what is lost
 OTHER_ANGLES = "queries and keys are rotated by other angles than they were trained for"  # likewise
 _USUAL_SETTINGS = ("rope_type", "rope_theta", PARTIAL)  # settings that every rotation has
 _TOLERANCE = 1e-9  # of outputs in float64
@@ -215,31 +210,6 @@ def _has_axes(rotation: NativeRotation) -> bool:
 
 def _partial(settings: Settings) -> float:
     return float(settings.get(PARTIAL) or 1.0)
-
-
-def require_same_frequencies(model: Any, names: Collection[str]) -> None:
-    """Refuse a patched model whose rotary frequencies differ from the frequencies that its config builds.
-
-    Args:
-        model: the patched model, with the config that a checkpoint will have.
-        names: names of the rotations that were changed.
-
-    Raises:
-        UnsupportedError: the model's frequencies are other ones.
-    """
-    for rotation in find_rotations(model):
-        if rotation.name not in names or rotation.path is None:
-            continue
-        with torch.device("cpu"):
-            built = host_class(type(rotation.module))(config_at(model.config, rotation.path))
-        now, expected = rotation.frequencies(rotation.module), rotation.frequencies(built)
-        same_scale = rotation.scale(rotation.module) == rotation.scale(built)
-        if now.is_meta or (torch.equal(now.cpu(), expected.to(now.dtype)) and same_scale):
-            continue
-        raise UnsupportedError(
-            f"{rotation.name}: {rotation.kind} keeps other frequencies than the patched config gives, so the request "
-            "would take no effect, or a checkpoint would open as another model. The model was left unchanged."
-        )
 
 
 # --- whether the host's class takes other settings -------------------------------------------------------------------

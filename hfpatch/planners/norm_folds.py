@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..core.globs import Names
+from ..core.globs import Names, same_layer
 from ..core.plan_table import Change, refuse_private_forward
 from ..core.weight_change import Product, WeightChange
-from ..measure.repeated_blocks import same_layer
 from ..runtime.edits import Call, Edit, pattern_of
 from ..runtime.fixed import BiasedLinear, FixedNorm
 from ..runtime.norms import NormFacts

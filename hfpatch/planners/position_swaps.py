@@ -24,7 +24,6 @@ from ..sites.stacks import FoundStack, first_row, max_positions, require_setting
 from .attention_swaps import attention_changes, own_change, reasons_to_keep
 from .config_diff import Setting, setting
 from .interface import PlannerResult
-from .native_rope import changing_rotations, original_lengths, plan_native, settings_of_rotations
 from .table_swaps import loses_order, removal, table_change, tables_beside
 
 OF_TEXT = "rows of a sequence are asked for, and this is a grid of patches: image_size= resizes it"
@@ -60,7 +59,8 @@ def plan_positions(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
     covered = {name for item in found for name in item.attentions}
     for bias in sites.biases:
         changes += _bias_changes(model, bias, covered, part, names)
-    changes += plan_native(sites, part)
+    if native := _native(sites):
+        changes += native.plan_native(sites, part)
     for item in sites.own_rotations:
         changes += [own_change(name, module, item, part, names) for name, module in item.attentions.items()]
     staying = _other_biases(model, found, sites.biases)
@@ -68,6 +68,15 @@ def plan_positions(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
         raise _unsupported_error(model, staying)
     refused = _find_refused(model).items()
     return changes + staying + [Change(Row("position", name, "positions", reason=why)) for name, why in refused]
+
+
+def _native(sites: Sites) -> Any:
+    """The planner of the model's own rotations, native_rope.py; None if it has none, as models with tables."""
+    if not sites.rotations:
+        return None
+    from . import native_rope
+
+    return native_rope
 
 
 def _affected(stacks: list[FoundStack], part: SchemeRequest[Position], names: Names) -> list[FoundStack]:
@@ -190,7 +199,8 @@ def _with_table_length(sites: Sites, part: SchemeRequest[Position]) -> SchemeReq
         lengths = {scheme.original_max_positions}
     elif not lengths:
         lengths = {getattr(config, attribute) for config, attribute in others}
-        lengths |= {0, *map(max_positions, tables), *original_lengths(sites, part)}
+        lengths |= {0, *map(max_positions, tables)}
+        lengths |= native.original_lengths(sites, part) if (native := _native(sites)) else set()
         lengths -= {0}  # positions that are made without a table
     if len(lengths) > 1 and getattr(scheme, "scaling", None):
         raise OptionError(
@@ -230,7 +240,8 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
         UnsupportedError: no config says how many positions there are.
     """
     scheme = part.scheme
-    settings, affected = settings_of_rotations(sites, part), _affected(sites.tables, part, sites.names)
+    native, affected = _native(sites), _affected(sites.tables, part, sites.names)
+    settings = native.settings_of_rotations(sites, part) if native else []
     sizes: list[Setting] = []
     if isinstance(scheme, Learned):
         from .kept_tables import new_size
@@ -239,8 +250,10 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
         sizes = [setting(sites.model, config, IMAGE_SIZE, size) for config, size in new if size is not None]
     if scheme.max_positions is None:
         return settings + sizes
-    rotations = [config for _, config in changing_rotations(sites, part) if getattr(config, LENGTH, None) is not None]
-    found = [(config, LENGTH, scheme.max_positions) for config in rotations]
+    rotations = native.changing_rotations(sites, part) if native else ()
+    found = [
+        (config, LENGTH, scheme.max_positions) for _, config in rotations if getattr(config, LENGTH, None) is not None
+    ]
     found += [(config, attribute, scheme.max_positions) for config, attribute in _without_table(sites, part)]
     # a number of patches is no length of text, nor are sounds if their config has no length
     stacks = [item for item in affected if item.stack.grid is None]

@@ -21,11 +21,11 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..core.globs import listed_modules
 from ..core.mapped import Scratch
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import CallArguments, OnCall, OnResult, cast, device_of, first_tensor, observe_calls
 from ..measure.randomness import seed_everything
-from ..measure.repeated_blocks import listed_modules
 from ..runtime.norms import AffineNorm
 from ..runtime.patch_errors import UnsupportedError
 from ..sites.linear_maps import holds_maps, is_linear_map

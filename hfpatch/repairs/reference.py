@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core.bare import require_unquantized
+from ..core.globs import listed_modules
 from ..errors import OptionError, WrappedModelError
 from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import device_of
-from ..measure.repeated_blocks import listed_modules
 from ..runtime.lens import host_class
 from ..runtime.patch_errors import PatchError, UnsupportedError, describe_error
 from ..runtime.record import KEY

@@ -24,27 +24,26 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils.logging import tqdm
 
+from ..core.globs import listed_modules
 from ..core.holders import unwrap_holders
 from ..core.transaction import Transaction, transaction_on
 from ..errors import NotPreservedWarning
 from ..measure.inputs import longest_text
 from ..measure.quiet_forward import first_tensor, free_unused_memory, inference_state
 from ..measure.randomness import process_state
-from ..measure.repeated_blocks import listed_modules
 from ..runtime.patch_errors import UnsupportedError
 from ..runtime.record import KEY, REPAIR
 from ..schemes.request import Record, require_fit
 from ..sites.norm_facts import describe
 from .block_replay import BlockReplay, Segment, changed_norms, segments_of
 from .calibration import Calibration, require_enough
-from .distance import helps, mean_and_worst, output_distance
+from .distance import FreshSequences, helps, mean_and_worst, output_distance
 from .fits import Fitter
-from .fresh_sequences import FreshSequences
 from .linear_roles import BlockRoles, Roles
 from .reference import require_repairable
 from .repair_report import RepairReport
@@ -133,6 +132,14 @@ def repair(
     if by_itself and not repairer.report.suffices:
         warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=3)
     return repairer.report
+
+
+class _FitStep(NamedTuple):
+    """Step of a segment: what the progress bar shows, the fit, and the first module that it changes."""
+
+    shown: str
+    run: Callable[[], None]
+    first_changed: str
 
 
 class _Repairer:
@@ -271,10 +278,10 @@ class _Repairer:
         self._save_original(segment, roles, attentions)
         steps = list(self._steps(segment, roles, attentions))
         self.new.parts = segment.parts
-        for i, (what, fit, _) in enumerate(steps):
-            self._show(what)
-            self.new.unsettled = _first((changed for _, _, changed in steps[i:]), segment.modules)
-            fit()
+        for i, step in enumerate(steps):
+            self._show(step.shown)
+            self.new.unsettled = _first((later.first_changed for later in steps[i:]), segment.modules)
+            step.run()
         self.new.unsettled = None
         self.old.delete_saved()
         if segment.block:
@@ -291,21 +298,19 @@ class _Repairer:
         now, before = (first_tensor(one.observe(0, outputs=[block])["out", block]) for one in (self.new, self.old))
         return torch.equal(now, before)
 
-    def _steps(
-        self, segment: Segment, roles: BlockRoles, attentions: dict[str, str]
-    ) -> Iterator[tuple[str, Callable[[], None], str]]:
-        """Yield the steps of a segment: what is shown, the fit, and the first module that it changes."""
+    def _steps(self, segment: Segment, roles: BlockRoles, attentions: dict[str, str]) -> Iterator[_FitStep]:
+        """Yield the steps of a segment, in forward order."""
         fitter = self.fitter
         for name in segment.modules:
             if name in self.norms:
-                yield f"norm {name}", partial(fitter.norm, name), name
+                yield _FitStep(f"norm {name}", partial(fitter.norm, name), name)
             if name in roles.readers:
                 shifted = roles.shifts[name][0] if name in roles.shifts else name
-                yield f"readers {name}", partial(fitter.readers, name, roles), shifted
+                yield _FitStep(f"readers {name}", partial(fitter.readers, name, roles), shifted)
             if name in roles.writers:
-                yield f"projection {name}", partial(fitter.projection, name, roles, segment.block), name
+                yield _FitStep(f"projection {name}", partial(fitter.projection, name, roles, segment.block), name)
             if name in attentions:
-                yield f"maps {attentions[name]}", partial(fitter.maps, attentions[name]), attentions[name]
+                yield _FitStep(f"maps {attentions[name]}", partial(fitter.maps, attentions[name]), attentions[name])
 
     def _save_original(self, segment: Segment, roles: BlockRoles, attentions: dict[str, str]) -> None:
         """Run the original's segment once and save the activations that the patched segment is fitted to."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .attention import POSITION_IDS, POSITIONS, ROTARY
+from .attention import ONCE, POSITION_IDS, POSITIONS, ROTARY, Once
 from .edits import modules_at
 from .grid import Grid
 from .lens import (
@@ -31,7 +31,6 @@ from .lens import (
     skip_inner_checkpointing,
     views,
 )
-from .per_forward import ONCE, Once
 
 Positions = tuple[tuple[int, Tensor], ...]  # (number of axes, positions) for each number of axes that a rotation has
 

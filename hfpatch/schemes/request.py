@@ -273,6 +273,7 @@ class Record:
             parts, before = getattr(self, kind), getattr(original, kind)
             if parts in ((), before):
                 continue
+            # one at least is new: the original may have as many requests of its own
             for part in self.newest(kind, max(len(parts) - len(before), 1)):
                 one, started = part.outcome or Outcome(""), getattr(part.scheme, "needs_calibration", False)
                 stays = one.verdict == EXACT and not started

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..core.globs import same_layer
 from ..measure.float64_forward import outputs_in_float64
 from ..measure.outputs import deviating, max_error, outputs_inside
 from ..measure.quiet_forward import CallArguments, first_tensor, observe_calls
-from ..measure.repeated_blocks import same_layer
 from ..runtime.edits import pattern_of
 from .linear_maps import Axes, holds_maps, is_linear_map, reading_axes
 from .norm_facts import describe

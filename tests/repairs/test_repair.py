@@ -28,7 +28,7 @@ from hfpatch.repairs import repair as engine
 from hfpatch.repairs.distance import helps, mean_and_worst, token_distances
 from hfpatch.repairs.repair import repair
 from hfpatch.repairs.repair_report import Judgement, RepairReport
-from hfpatch.sites import stream
+from hfpatch.sites import block_runs
 
 LM = "AutoModelForCausalLM"
 ONE_LAYER = {"encoder_layers": 1, "decoder_layers": 1, "num_hidden_layers": 1}
@@ -462,7 +462,7 @@ def test_projections_are_found_in_half_precision(
         original.transformer.wte.weight.mul_(300)
     data = batches(original, 4)
     if not drowned:
-        monkeypatch.setattr(stream, "loud_noise", lambda noise, streams: noise)
+        monkeypatch.setattr(block_runs, "loud_noise", lambda noise, streams: noise)
     kinds = []
     for one in (original, copy.deepcopy(original).to(dtype)):
         kinds.append([(step.module, step.kind) for step in repair_report(repaired(one, data)).steps])

@@ -16,10 +16,9 @@ from tiny_models import inputs, outputs, patch, tiny
 from torch import nn
 
 from hfpatch.runtime.alibi import LinearBias
-from hfpatch.runtime.attention import AttentionLens
+from hfpatch.runtime.attention import ONCE, AttentionLens, Once
 from hfpatch.runtime.handing_down import HandedDown
 from hfpatch.runtime.lens import lens_of
-from hfpatch.runtime.per_forward import ONCE, Once
 from hfpatch.runtime.rotary import RotaryEmbedding
 
 # (family, scheme, most operations in each layer, most once in a step), beyond those of the unpatched model
