@@ -139,8 +139,7 @@ def measure_outcomes(
     Raises:
         UnsupportedError: the model ran before and no longer does, or its outputs were finite and aren't.
     """
-    # An exact conversion has its own check, and the rest is measured as a whole. So what keeps the function can't be
-    # measured apart from what doesn't.
+    # An exact conversion has its own check; all else is measured as a whole, what keeps the function included
     lossy = list(dict.fromkeys(found.kind for found in plan.planned if found.losses))
     checked = Outcome(EXACT, basis=_basis(model, before.inputs))
     if verdict is not None:

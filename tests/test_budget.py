@@ -40,7 +40,7 @@ SIZES = {
     "lines of recipes": Budget(6_843, 1_748),
     "files of recipes": Budget(38, 8),
     "lines of tools": Budget(6_968, 6_962),  # what makes docs/results was among the recipes before
-    "lines of tests": Budget(45_896, 43_820),  # held since they are a table; 42,278 in 0.3.0
+    "lines of tests": Budget(45_896, 43_818),  # held since they are a table; 42,278 in 0.3.0
     "public names": Budget(24, 24),
     "public definitions without a docstring": Budget(13, 13),
 }

@@ -37,8 +37,7 @@ class HfpatchConfig(PreTrainedConfig):
         """
         from .pretrained import host_of_config
 
-        host = host_of_config(config_dict)
-        return registered_config_class(host).from_dict(config_dict, **kwargs)
+        return registered_config_class(host_of_config(config_dict)).from_dict(config_dict, **kwargs)
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:

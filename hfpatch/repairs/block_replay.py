@@ -36,13 +36,13 @@ _SAVED = object()  # marks activations that aren't outputs to replay
 _ROOM = 4  # a part is stored if all that it returns takes at most so many times its first output
 
 
-class _Recorded(dict[tuple[str, str], Any]):
-    """The activations recorded in a forward, by ("in" or "out", module)."""
+class Recorded(dict[Any, Any]):
+    """What was recorded in a forward, by module or by ("in" or "out", module); a model may leave early."""
 
-    def __missing__(self, key: tuple[str, str]) -> Any:
+    def __missing__(self, key: str | tuple[str, str]) -> Any:
         raise UnsupportedError(
-            f"{key[1]} runs on some calibration inputs and not on others, so it can't be fitted. "
-            "Patch without calibration."
+            f"{key if isinstance(key, str) else key[1]} runs on some calibration inputs and not on others, so it "
+            "can't be fitted. Patch without calibration."
         )
 
 
@@ -156,7 +156,7 @@ class BlockReplay:
         Modules that the forward never reaches are missing from the result, which raises UnsupportedError for them.
         """
         missing = {("in", name) for name in inputs} | {("out", name) for name in outputs}
-        recorded = _Recorded()
+        recorded = Recorded()
 
         def record(kind: str, name: str, value: Any) -> None:
             if (kind, name) in missing:

@@ -58,7 +58,8 @@ def without_padding(replay: BlockReplay, index: int, row: Tensor | None, distanc
 def helps(before: Tensor, after: Tensor) -> bool:
     """Return whether distances at the same tokens shrank by more than noise: twice the mean's standard error.
 
-    Tokens count as independent, though those of one sequence aren't quite. A distance that isn't finite counts as infinite, so having fewer such tokens counts more than all else.
+    Tokens count as independent, which those of one sequence aren't quite. A distance that isn't finite counts as
+    infinite, so having fewer such tokens counts more than all else.
     """
     broken = [int((~one.isfinite()).sum()) for one in (before, after)]
     if broken[0] != broken[1]:

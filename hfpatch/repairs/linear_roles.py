@@ -16,7 +16,7 @@ from ..sites.block_runs import OUTPUT, find_sum, is_read_only_by, observe_blocks
 from ..sites.linear_maps import Axes, is_linear_map, reading_axes, writing_axes
 from ..sites.norm_facts import describe
 from .attention_maps import map_in
-from .block_replay import BlockReplay, Segment
+from .block_replay import BlockReplay, Recorded, Segment
 from .reference import refusing_failures
 
 _ADDEND_TOLERANCE = 1e-2  # relative: a writer's change must appear in the stream unchanged up to this
@@ -64,7 +64,8 @@ class Roles:
             original.forward(0, few)
         with refusing_failures(replay.model), replay.observe_calls(names, on_result=lambda name, _: returned[name]):
             found = observe_blocks(replay.model, replay.inputs(0, few), names, foreign=False)
-            self.blocks = {block.name: block for block in found}
+            reached = Recorded((block.name, block) for block in found)
+            self.blocks = {name: reached[name] for name in names}
         self.encoder = self._encoder()
 
     def of(self, segment: Segment, norms: Collection[str]) -> BlockRoles:
