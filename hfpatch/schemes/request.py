@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from ..core.globs import as_globs, both
 from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
@@ -20,16 +20,13 @@ from .norm_schemes import Norm
 from .position_schemes import Position
 from .verdicts import EXACT, Outcome
 
-if TYPE_CHECKING:
-    from .from_scratch import Placement
-    from .mlp_schemes import MLP
-
 KINDS: dict[str, Registry] = {"norm": NORMS, "pos": POSITIONS, "mlp": MLPS, "placement": PLACEMENTS}
 # one scheme, or a mapping from globs to schemes for the modules that they match; None keeps these modules
 NormChoice: TypeAlias = str | Norm | Mapping[str, str | Norm | None]
 PositionChoice: TypeAlias = str | Position | Mapping[str, str | Position | None]
-MLPChoice: TypeAlias = "str | MLP | Mapping[str, str | MLP | None]"
-PlacementChoice: TypeAlias = "str | Placement"
+# the bases of these kinds are imported when a request names an MLP or a placement
+MLPChoice: TypeAlias = str | Scheme | Mapping[str, str | Scheme | None]
+PlacementChoice: TypeAlias = str | Scheme
 _AUTO = "auto:"  # among the globs of `keep`: a budget follows
 KEEP = "keep"  # in a mapping, like None: modules that stay as they are
 INITS = ("auto", "exact", "copy", "reset")
