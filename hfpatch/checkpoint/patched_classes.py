@@ -130,8 +130,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
             size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             kwargs |= {"is_main_process": is_main_process, "push_to_hub": push_to_hub, "variant": variant, **size}
-            kwargs["remote_code"] = remote_code
-            save_checkpoint(self, super().save_pretrained, save_directory, state_dict, kwargs)
+            save_checkpoint(self, super().save_pretrained, save_directory, state_dict, remote_code, kwargs)
 
         def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
             from .pretrained import finish_save

@@ -152,13 +152,19 @@ def with_loading_info(load: Callable[..., Any]) -> Any:
         return load()
 
 
-def save_checkpoint(model: Any, save: Callable[..., None], folder: Any, weights: Any, options: dict[str, Any]) -> None:
+def save_checkpoint(
+    model: Any,
+    save: Callable[..., None],
+    folder: Any,
+    weights: Any,
+    remote_code: bool | None,
+    options: Mapping[str, Any],
+) -> None:
     """Save a patched model by the host's `save_pretrained`, `save`, with digests and, if asked for, remote code.
 
-    `weights` is the `state_dict` that `save_pretrained` of the patched class takes, `options` are its other arguments.
+    The other arguments are those of the patched class's `save_pretrained`: `weights` is its `state_dict`.
     """
     main, variant, where = options["is_main_process"], options["variant"], Path(folder)
-    remote_code = options.pop("remote_code")
     saves, streams = model.should_save_on_this_rank(main), files.STREAMED in vars(model)
     if weights is not None and main:
         files.warn_of_lost_weights(model, weights)
@@ -170,7 +176,8 @@ def save_checkpoint(model: Any, save: Callable[..., None], folder: Any, weights:
         if streams:  # opening a checkpoint doesn't import what makes a patch
             from .mapped_weights import write_weights
 
-            write_weights(model, where, **{name: options[name] for name in ("max_shard_size",) if name in options})
+            size = {"max_shard_size": options["max_shard_size"]} if "max_shard_size" in options else {}
+            write_weights(model, where, **size)
         if with_model and options.get("distributed_checkpoint"):  # each process writes its own shards
             for stale in where.glob(digests.DIGEST_FILES):
                 stale.unlink()

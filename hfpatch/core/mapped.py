@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .staging import temporary_files
 
+Key = tuple[Any, ...]
 MAPPED = "_hfpatch_mapped"  # attribute of a model whose weights are mapped from its checkpoint: the `Mappings`
 
 
@@ -93,9 +94,6 @@ def is_storable(tensor: Tensor) -> bool:
 def _flatten(tensor: Tensor) -> Tensor:
     """A dense tensor's elements in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-Key = tuple[Any, ...]
 
 
 class Scratch:

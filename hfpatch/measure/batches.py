@@ -28,6 +28,7 @@ SEQUENCES, LENGTH, BATCH = 256, 128, 8
 _AXES = {"input_ids": 1, "inputs_embeds": 2, "input_values": 1, "input_features": 2, "pixel_values": 3}
 # Inputs beside images that are given as patches, (N, d) each: the patches' places, or numbers of rows and columns.
 _OF_PATCHES = {"pixel_position_ids", "spatial_shapes"}
+_WORD_START = "\u2581"  # of SentencePiece; an invented Unigram tokenizer knows no other token
 _WORKS = (
     '{} takes texts with tokenizer=tokenizer: ["a text", ...], a datasets.Dataset, "file.txt" with one text a line; '
     'or dictionaries of inputs: rows such as [{{"input_ids": [1, 2, 3]}}, ...], what a tokenizer returns, a DataLoader.'
@@ -360,9 +361,6 @@ def count_tokens(batch: Batch) -> int:
         return 0
     fits = isinstance(mask, Tensor) and mask.shape == tokens.shape
     return int((mask != 0).sum()) if fits else tokens.numel()  # type: ignore[union-attr]
-
-
-_WORD_START = "\u2581"  # of SentencePiece; an invented Unigram tokenizer knows no other token
 
 
 def tokenizer_of(processor: Any) -> Any:

@@ -28,6 +28,14 @@ from .repair_report import Fresh, Judgement, is_short
 from .sample import generates, sample_batches
 
 _ROWS_AT_ONCE = 16  # rows of logits compared at once, since vocabularies are large
+_LONG, _TIMES = 512, 8  # longer sequences have at most so many tokens, and so many times the calibration's
+_SEQUENCES = {Fresh.LONGER: 4, Fresh.OWN: 16, Fresh.RANDOM: 32}  # at most, of each kind
+_TOKENS = 2048  # at most, of each kind
+_NUMBERS = 2**26  # outputs of the original that are stored, for each kind
+_SIDES = ("", "decoder_")  # prefixes of an encoder-decoder's inputs
+_PLAIN = {f"{side}{name}" for side in _SIDES for name in ("input_ids", "attention_mask")} | {"token_type_ids"}
+
+Found = dict[str, list[Tensor]]  # kind -> the distances at the tokens of each sequence
 
 
 def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> tuple[str, Tensor]:
@@ -115,16 +123,6 @@ def _divergence(old: Tensor, new: Tensor) -> Tensor:
         a, b = (F.log_softmax(part.to(old.device).float(), -1) for part in rows)
         found.append(torch.where(a.isneginf(), 0, a.exp() * (a - b)).sum(-1))  # -inf: a logit that the model masks
     return torch.cat(found).unflatten(0, old.shape[:-1])
-
-
-_LONG, _TIMES = 512, 8  # longer sequences have at most so many tokens, and so many times the calibration's
-_SEQUENCES = {Fresh.LONGER: 4, Fresh.OWN: 16, Fresh.RANDOM: 32}  # at most, of each kind
-_TOKENS = 2048  # at most, of each kind
-_NUMBERS = 2**26  # outputs of the original that are stored, for each kind
-_SIDES = ("", "decoder_")  # prefixes of an encoder-decoder's inputs
-_PLAIN = {f"{side}{name}" for side in _SIDES for name in ("input_ids", "attention_mask")} | {"token_type_ids"}
-
-Found = dict[str, list[Tensor]]  # kind -> the distances at the tokens of each sequence
 
 
 class FreshSequences:

@@ -24,6 +24,7 @@ MASK = "attention_mask"  # argument of an attention that is added to its scores,
 TAKE_A_BIAS = ("eager", "sdpa", "paged|eager", "paged|sdpa")
 NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")  # attributes
 POSITION_IDS = "position_ids"  # argument of an attention, or of the module that owns a stack
+ONCE = "computed_once"  # argument, or attribute of an attention's view, with the `Once` of this forward
 POSITIONS = "handed_positions"  # argument, or attribute of an attention's view, with positions: see handing_down.py
 
 
@@ -346,9 +347,6 @@ def _grid(rows: int, columns: int, device: torch.device) -> Tensor:
 def number_of(tokens: Tensor) -> int:
     """Return the number of tokens in hidden states (T, d), (B, T, d) or (B, rows, columns, d)."""
     return math.prod(tokens.shape[1:-1]) if tokens.dim() > 2 else len(tokens)
-
-
-ONCE = "computed_once"  # argument, or attribute of an attention's view, with the `Once` of this forward
 
 
 class Once:

@@ -1,4 +1,8 @@
-"""Positions that are no tables: relative biases, sines of an attention, and positions that stay, with the reason."""
+"""Architectures whose positions are no tables in the stream, but in attentions; and positions that stay, with reasons.
+
+Biases on attention scores, by the distance of query and key (T5, ALiBi); or rotations by sine tables of the attentions'
+own, rather than by transformers' rotary modules (GPT-J): theta is 10,000 and pairs are interleaved.
+"""
 
 from __future__ import annotations
 
@@ -139,6 +143,8 @@ _PROJECTED = "its scores contain products with projected distances (Transformer-
 _DISTANCES = "its scores contain products of queries with a vector for each distance, which are no added bias"
 _WINDOWS = "it attends inside windows, for whose few patches a rotation by place in the image isn't made"
 _PAGE = "its biases tell places on the page as well as distances"
+_POOLED = "queries are pooled, so they stand on a coarser grid than keys"
+_ADDED = "positions are added to queries and keys in every attention of the decoder, which is no table to remove"
 
 # Class of a module -> why the biases of a model that contains one stay.
 KEPT_BIASES: dict[str, str] = {
@@ -181,10 +187,6 @@ ROFORMER = build(
     head_dim="attention_head_size",
 )
 OWN_ROTATIONS = with_owners({"GPTJModel": GPTJ, "CodeGenModel": CODEGEN, "RoFormerEncoder": ROFORMER})
-
-
-_POOLED = "queries are pooled, so they stand on a coarser grid than keys"
-_ADDED = "positions are added to queries and keys in every attention of the decoder, which is no table to remove"
 
 REFUSED: dict[str, str] = {
     "AutoformerDecoder": "its attention correlates whole series, not one token with another",
