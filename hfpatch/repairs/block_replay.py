@@ -27,13 +27,26 @@ from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import CallArguments, OnCall, OnResult, cast, device_of, first_tensor, observe_calls
 from ..measure.randomness import seed_everything
 from ..runtime.norms import AffineNorm
-from ..runtime.patch_errors import UnsupportedError
+from ..runtime.patch_errors import PatchError, UnsupportedError, describe_error
 from ..sites.linear_maps import holds_maps, is_linear_map
 from .calibration import Batches, rows_of
-from .reference import refusing_failures
 
 _SAVED = object()  # marks activations that aren't outputs to replay
 _ROOM = 4  # a part is stored if all that it returns takes at most so many times its first output
+
+
+@contextlib.contextmanager
+def refusing_failures(model: PreTrainedModel) -> Iterator[None]:
+    """Context of a forward whose failure means that a model can't be repaired; an UnsupportedError says so."""
+    try:
+        yield
+    except (PatchError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} can't be repaired: its forward fails on single sequences of calibration, or where "
+            f"finished blocks don't run again ({describe_error(error)}). Patch it without calibration."
+        ) from error
 
 
 class Recorded(dict[Any, Any]):

@@ -21,9 +21,8 @@ from ..measure.quiet_forward import cast, device_of
 from ..runtime.float64 import in_float64
 from ..runtime.patch_errors import UnsupportedError
 from ..schemes.verdicts import Metric
-from .block_replay import BlockReplay
+from .block_replay import BlockReplay, refusing_failures
 from .calibration import Batches, rows_of
-from .reference import refusing_failures
 from .repair_report import Fresh, Judgement, is_short
 from .sample import generates, sample_batches
 

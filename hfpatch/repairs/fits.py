@@ -30,6 +30,7 @@ from .repair_report import FittedValues, RepairReport, Step
 
 _NOISE = 1e-9  # share of the variance: errors below it count as none
 _MAP_QUERIES, _MAP_NUMBERS = 2**14, 2**27  # at most: queries with fitted maps, numbers in the maps
+_SMALL, _TINY = 0.1, 1e-30  # of the median size of rows, and besides: smaller rows count as if they were so large
 _CHANNELS = 4096  # of an output or input that are compared, at most
 _NO_MAP, _NO_SPREAD = "it returns no attention map", "its input isn't finite or has no spread"
 _SEVERAL_AXES, _SHARED = "normalises several axes", "shares its parameters with another module"
@@ -116,7 +117,7 @@ class Fitter:
         """
         module, decoder, point = self.new.modules[name], self.roles.in_decoder(name), roles.writers[name]
         outputs, axes = {point} & {block}, roles.writes.get(name)
-        judge = _Judge(self, {point: point}, decoder, outputs, {point} - outputs)
+        judge = _Judge(self, {point: point}, decoder, outputs, {point} - outputs, relative=True)
         bias = axes is None and module.bias is not None
         fit = self._ridge(name, point, outputs, bias, decoder, judge, reads=axes is None)
 
@@ -247,13 +248,13 @@ class Fitter:
                 if held_out:
                     judge.see(i, {one: first_tensor(seen[judge.side(one), one]) for one in judge.targets})
                 x, now = (first_tensor(seen["out" if one in outputs else "in", one]) for one in (name, point))
-                values = x, self.old.load_saved(point, i).to(now) - now
+                values = x, now, self.old.load_saved(point, i).to(now)
                 del seen, x, now
                 if i == 0:
                     free_unused_memory()  # the sums need much memory
-                for rows in self.batches.row_pieces(i, decoder, *values):
-                    yield rows
-                    del rows
+                for x, now, target, judges in self.batches.row_pieces(i, decoder, *values):
+                    yield x, target - now, judges, judge.weights(target)
+                    del x, now, target
                 del values
 
         return fit_ridge(each(), bias)
@@ -319,6 +320,8 @@ class _Judge:
         targets: the name under which the original's activation is saved, by module.
         decoder: whether the rows are a decoder's.
         outputs, inputs: the modules whose outputs, and the modules whose inputs are compared.
+        relative: whether each row's error counts relative to the row's own size, as in a residual stream: else the
+            stream of an attention sink, up to 200 times as large as the others, would be all that is fitted.
     """
 
     def __init__(
@@ -328,14 +331,20 @@ class _Judge:
         decoder: bool,
         outputs: Iterable[str],
         inputs: Iterable[str] = (),
+        relative: bool = False,
     ):
-        self.fitter, self.targets, self.decoder = fitter, targets, decoder
+        self.fitter, self.targets, self.decoder, self.relative = fitter, targets, decoder, relative
         self.outputs, self.inputs = {*outputs}, {*inputs}
         self.moments: dict[str, Moments] = {name: Moments() for name in targets}
 
     def side(self, name: str) -> str:
         """Return whether a module's output or its input is compared: "out" or "in", as in `BlockReplay.observe`."""
         return "out" if name in self.outputs else "in"
+
+    def weights(self, target: Tensor) -> Tensor:
+        """Weights (n, 1) of rows to match: 1 / size if errors are relative, else 1."""
+        size = target.square().mean(-1, keepdim=True).sqrt()
+        return 1 / size.clamp_min(_SMALL * size.median() + _TINY) if self.relative else torch.ones_like(size)
 
     def see(self, index: int, seen: Mapping[str, Tensor]) -> None:
         """Add the model's activations for a batch."""
@@ -344,7 +353,8 @@ class _Judge:
             y = channels_last(fitter.new.modules[name], seen[name]) if name in self.outputs else seen[name]
             pair = y, fitter.old.load_saved(saved, index)
             for y, target, _ in fitter.batches.row_pieces(index, self.decoder, *map(_some, pair)):
-                self.moments[name].add(y, target)
+                weights = self.weights(target)
+                self.moments[name].add(y * weights, target * weights)
 
     def share(self) -> float:
         """Return the mean squared difference of what was seen, as a share of the target's variance over the rows.

@@ -33,7 +33,7 @@ class Ridge:
     gains nine tenths as much: a smaller change of the weights holds better elsewhere, and trains on better. It keeps
     (in + 2 out) * in numbers of float64 in memory. Wide layers have fewer weights than that, so what can wait lies on
     disk. With a bias, rows are taken relative to the first rows' mean: channels whose mean is far above their spread
-    would lose digits otherwise.
+    would lose digits otherwise. Rows may have weights w: then the squared error of a row counts w^2 times.
 
     Args:
         inputs, outputs: widths of X and R.
@@ -44,37 +44,37 @@ class Ridge:
     def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device):
         device = float64_device(device)
         zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
-        self.bias, self.count = bias, 0
+        self.bias, self.count = bias, 0.0
         self.xx, self.rx = zeros(inputs, inputs), zeros(outputs, inputs)
         self.x, self.r = zeros(inputs), zeros(outputs)
-        self.disk, self.held_out = Mappings(), list[tuple[Tensor, Tensor]]()
+        self.disk, self.held_out = Mappings(), list[list[Tensor]]()
         self.origin: tuple[Tensor, Tensor] | None = None
 
-    def add(self, x: Tensor, r: Tensor, held_out: Tensor) -> None:
-        """Add rows X (n, in) and R (n, out); `held_out` (n,) marks the rows that judge."""
+    def add(self, x: Tensor, r: Tensor, held_out: Tensor, weight: Tensor | None = None) -> None:
+        """Add rows X (n, in) and R (n, out); `held_out` (n,) marks the rows that judge, `weight` is (n, 1)."""
         if not len(x):
             return
-        x, r, held_out = (one.to(self.x.device) for one in (x, r, held_out))
+        w = x.new_ones(len(x), 1) if weight is None else weight.to(x.dtype)
+        x, r, w, held_out = (one.to(self.x.device) for one in (x, r, w, held_out))
         if self.origin is None:
             self.origin = x.mean(0) * self.bias, r.mean(0) * self.bias
+        x, r = self._weighted(x, r, w)
         if held_out.any():
-            judged_x, judged_r = self._centred(x[held_out], r[held_out])
-            self.held_out.append((self.disk.store(judged_x), self.disk.store(judged_r)))
-            x, r = x[~held_out], r[~held_out]
-        x, r = self._centred(x, r)
+            self.held_out.append([self.disk.store(one[held_out]) for one in (x, r, w)])
+            x, r, w = (one[~held_out] for one in (x, r, w))
         # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
-        self.count += len(x)
+        self.count += float(w.double().square().sum())
         for i in range(0, len(self.xx), _ROWS_AT_ONCE):  # on and above the diagonal; nothing reads below it
             self.xx[i : i + _ROWS_AT_ONCE, i:] += x[:, i : i + _ROWS_AT_ONCE].T @ x[:, i:]
         for sums, columns in zip(self.rx.split(_ROWS_AT_ONCE), r.T.split(_ROWS_AT_ONCE), strict=True):
             sums += columns @ x  # summing two precisions would make a copy
-        self.x += x.double().sum(0)
-        self.r += r.double().sum(0)
+        self.x += (x.double() * w).sum(0)
+        self.r += (r.double() * w).sum(0)
 
-    def _centred(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows relative to the first rows' mean, if there is a bias."""
+    def _weighted(self, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Weighted rows relative to the first rows' mean, if there is a bias."""
         assert self.origin is not None
-        return (x - self.origin[0], r - self.origin[1]) if self.bias else (x, r)
+        return ((x - self.origin[0]) * w, (r - self.origin[1]) * w) if self.bias else (x * w, r * w)
 
     def solve(self) -> FittedValues | None:
         """Return the best "weight" (in, out) and "bias" (out,). It can be called once: it overwrites the sums.
@@ -152,17 +152,17 @@ class _Sketch:
     """Random sums of a regression's outputs, which choose a penalty nearly as all outputs would.
 
     Args:
-        held_out: rows (X, R) to judge by.
+        held_out: rows (X, R), and their weights, to judge by.
         outputs: number of outputs; a few outputs are taken as they are.
         disk: stores the sums of these rows.
     """
 
-    def __init__(self, held_out: list[tuple[Tensor, Tensor]], outputs: int, disk: Mappings):
+    def __init__(self, held_out: list[list[Tensor]], outputs: int, disk: Mappings):
         self.signs: Tensor | None = None
         if outputs > _SUMS:
             generator = torch.Generator().manual_seed(0)
             self.signs = torch.randint(2, (outputs, _SUMS), generator=generator).double().mul_(2).sub_(1) / _SUMS**0.5
-        self.held_out = [(x, r if self.signs is None else disk.store(r @ self.signs.to(r))) for x, r in held_out]
+        self.held_out = [[x, r if self.signs is None else disk.store(r @ self.signs.to(r)), w] for x, r, w in held_out]
 
     def mix(self, outputs: Tensor) -> Tensor:
         """Return the sums over the last axis."""
@@ -173,11 +173,11 @@ class _Sketch:
         return _error(self.held_out, weight, bias)
 
 
-def _error(held_out: Iterable[tuple[Tensor, Tensor]], weight: Tensor | None, bias: Tensor) -> float:
-    """Mean squared residual per element of R - X W - 1 b' on the held-out rows; W is 0 if it is None."""
+def _error(held_out: Iterable[list[Tensor]], weight: Tensor | None, bias: Tensor) -> float:
+    """Mean squared residual per element of R - X W - w b' on weighted held-out rows; W is 0 if it is None."""
     total, count = bias.new_zeros(()), 0
-    for stored_x, stored_r in held_out:
-        residual = stored_r.to(bias.device) - bias.to(stored_r.dtype)
+    for stored_x, stored_r, w in held_out:
+        residual = stored_r.to(bias.device) - w.to(bias.device) * bias.to(stored_r.dtype)
         if weight is not None:
             x = stored_x.to(bias.device)
             for missing, columns in zip(residual.split(_ROWS_AT_ONCE, 1), weight.split(_ROWS_AT_ONCE, 1), strict=True):
@@ -188,11 +188,11 @@ def _error(held_out: Iterable[tuple[Tensor, Tensor]], weight: Tensor | None, bia
 
 
 def fit_ridge(rows: Iterable[tuple[Tensor, ...]], bias: bool) -> FittedValues | None:
-    """Fit `Ridge` on streamed rows (x, residual, held_out)."""
+    """Fit `Ridge` on streamed rows (x, residual, held_out), and their weights if there are any."""
     ridge: Ridge | None = None
-    for x, residual, held_out in rows:
+    for x, residual, held_out, *weight in rows:
         ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
-        ridge.add(x, residual, held_out)
+        ridge.add(x, residual, held_out, *weight)
         del x, residual
     assert ridge is not None
     return ridge.solve()

@@ -16,8 +16,7 @@ from ..sites.block_runs import OUTPUT, find_sum, is_read_only_by, observe_blocks
 from ..sites.linear_maps import Axes, is_linear_map, reading_axes, writing_axes
 from ..sites.norm_facts import describe
 from .attention_maps import map_in
-from .block_replay import BlockReplay, Recorded, Segment
-from .reference import refusing_failures
+from .block_replay import BlockReplay, Recorded, Segment, refusing_failures
 
 _ADDEND_TOLERANCE = 1e-2  # relative: a writer's change must appear in the stream unchanged up to this
 

@@ -1,10 +1,11 @@
 """Prices of norms: the cost of replacing each norm alone, and which norms can go together within a budget.
 
 A norm is priced in the original with the plan's exact phase (which is checked later, in the patch itself): the patched
-norm stands in its place, and nothing else differs. A norm with a constant
-scale has the median of 1/sigma there, others are fitted to the original's output. The price is the distance of the
-outputs on held-out sequences. Prices don't add up: if one norm bounds what another makes of it, both are cheap alone
-and dear together. So norms go together, cheapest first, as many as keep their common distance within the budget.
+norm stands in its place, and nothing else differs. A norm with a constant scale has the median of 1/sigma there. Other
+norms are fitted to the original's output, and so are the maps that read it, if nothing else does. The repair will refit
+these maps; without that, an attention sink makes a DyT look a hundred times as dear as it is. The price is the distance
+of the outputs on held-out sequences. Prices don't add up: if one norm bounds what another makes of it, both are cheap
+alone and dear together. So norms go together, cheapest first, as many as keep their common distance within the budget.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from .calibration import Batches, Calibration
 from .distance import comparable, mean_and_worst, token_distances, without_padding
 from .fits import channels_last
 from .input_scale import start_fixed_norms
+from .least_squares import fit_ridge
 from .linear_roles import Roles
 from .norm_fit import fit_norm
+from .repair_report import FittedValues
 
 _FITTED, _JUDGED = 4096, 1024  # about so many tokens fit a norm, and judge it, at most
 
@@ -89,7 +92,9 @@ class NormPrices:
         self.names = changed_norms(self.new, self.old)
         self.segments = segments_of(self.old, self.names)
         self.new.forms, self.new.stacks = self.old.forms, self.old.stacks
-        self.in_decoder = Roles(self.old, self.old, self.segments).in_decoder
+        self.roles = Roles(self.new, self.old, self.segments)
+        self.in_decoder = self.roles.in_decoder
+        self.refits: dict[str, FittedValues] = {}  # norm -> how the maps that read it see it: y + y "weight" + "bias"
         self.judged = self._some(self.batches.held_out_batches(), _JUDGED)
         self._fit()
         self.outputs: dict[int, Any] = {i: comparable(self.old.forward(i)) for i in self.judged}
@@ -104,13 +109,15 @@ class NormPrices:
         return found
 
     def _fit(self) -> None:
-        """Give fixed norms their constants; fit other norms to the original's norm, on the original's own stream."""
+        """Give fixed norms their constants; fit other norms, and what reads them, on the original's own stream."""
         transaction = Transaction()
         fixed = [name for name in self.names if isinstance(self.new.modules[name], FixedNorm)]
         start_fixed_norms(self.new, self.old, fixed, self.in_decoder, transaction)
         others = [name for name in self.names if name not in fixed and len(self.new.modules[name].facts.shape) == 1]
         fitted = [i for i in range(len(self.batches)) if not self.batches[i].judges]
         chosen = [*self._some(fitted, _FITTED), *self.judged] if others else []
+        blocks = [self.roles.of(segment, self.names) for segment in self.segments if others and segment.block]
+        refitted = {norm for roles in blocks for norm, _ in roles.shifts.values()}
         for i in chosen:
             seen = self.old.observe(i, others, others)
             for name in others:
@@ -121,12 +128,21 @@ class NormPrices:
             for parameter, value in fit_norm(module, partial(self._rows, name, chosen)).values.items():
                 if getattr(module, parameter) is not None:
                     transaction.write(module, WeightChange(parameter, "value", value))
+            if name in refitted and (refit := fit_ridge(self._differences(name, chosen), bias=True)) is not None:
+                self.refits[name] = refit
         self.old.delete_saved()
 
     def _rows(self, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
         """The original norm's inputs and outputs, and which rows judge."""
         for i in batches:
             yield from self.batches.row_pieces(i, self.in_decoder(name), *self.old.load_saved(name, i))
+
+    def _differences(self, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
+        """A fitted norm's outputs, the original's minus these, and which rows judge."""
+        for x, target, judges in self._rows(name, batches):
+            with torch.no_grad():
+                y = self.new.modules[name](x)
+            yield y, target - y, judges
 
     def alone(self) -> dict[str, float]:
         """Return the price of each norm: the mean distance of the outputs if it alone is replaced."""
@@ -155,8 +171,10 @@ class NormPrices:
     def replaced(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Context in which these norms of the original are replaced."""
         given: dict[str, Tensor] = {}
-        return self.old.observe_calls(
-            names,
-            lambda name, call: given.__setitem__(name, first_tensor(call)),
-            lambda name, _: self.new.modules[name](given.pop(name)),
-        )
+
+        def replace(name: str, _: Any) -> Tensor:
+            y = self.new.modules[name](given.pop(name))
+            refit = self.refits[name].values if name in self.refits else None
+            return y if refit is None else y + y @ refit["weight"].to(y) + refit["bias"].to(y)
+
+        return self.old.observe_calls(names, lambda name, call: given.__setitem__(name, first_tensor(call)), replace)

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfpatch import patch_model, repair_report
 from hfpatch.errors import NotPreservedWarning
+from hfpatch.repairs import prices
 from hfpatch.repairs.input_scale import InputScale
 from hfpatch.repairs.repair import _Repairer
 from hfpatch.repairs.repair_report import RepairReport
@@ -58,6 +59,18 @@ def test_a_sink_is_named_with_its_size_and_what_to_do() -> None:
         assert "21.8 times as large as the median" in text
         assert "bound=1.5" in text
         assert "start every sequence with the same token" in text
+
+
+def test_a_price_counts_that_a_repair_refits_what_alone_reads_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for fit in (prices.fit_ridge, lambda *_, **__: None):
+        monkeypatch.setattr(prices, "fit_ridge", fit)
+        model = patch_model(gpt2(SINK), norm="dyt", keep="auto:100", calibration=sequences(bos=True))
+        report = repair_report(model)
+        assert report is not None
+        found.append({name.removeprefix("transformer."): price for name, price in report.prices.items()})
+    assert found[0]["h.0.ln_1"] < 0.7 * found[1]["h.0.ln_1"]
+    assert found[0]["ln_f"] == found[1]["ln_f"]  # read by a head, which shares its weights
 
 
 @pytest.mark.sample(2)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hfpatch.repairs import least_squares
+from hfpatch.repairs.fits import _Judge
 from hfpatch.repairs.least_squares import PENALTIES, ChannelAffine, Ridge
 from hfpatch.runtime.norms import DynamicErf, DynamicTanh, RMSNorm
 
@@ -39,10 +40,10 @@ class Fit(NamedTuple):
     penalty: float
 
 
-def ridge(x: Tensor, r: Tensor, held_out: Tensor, bias: bool, parts: int = 1) -> Fit:
+def ridge(x: Tensor, r: Tensor, held_out: Tensor, bias: bool, parts: int = 1, *weights: Tensor) -> Fit:
     solver = Ridge(x.shape[1], r.shape[1], bias, CPU)
     for piece in torch.arange(len(x)).tensor_split(parts):
-        solver.add(x[piece], r[piece], held_out[piece])
+        solver.add(x[piece], r[piece], held_out[piece], *(one[piece] for one in weights))
     fit = solver.solve()
     assert fit is not None
     weight, bias = fit.values["weight"], fit.values["bias"]
@@ -61,18 +62,42 @@ def closed_form(x: Tensor, r: Tensor, penalty: float, bias: bool) -> tuple[Tenso
 
 
 @some
-@given(SEEDS, st.booleans(), st.sampled_from([1e-12, *PENALTIES]), st.integers(1, 40))
-def test_ridge_is_the_closed_form(seed: int, bias: bool, penalty: float, parts: int) -> None:
-    """In however many batches the rows arrive."""
+@given(SEEDS, st.booleans(), st.sampled_from([1e-12, *PENALTIES]), st.integers(1, 40), st.sampled_from([2, 3, 256]))
+def test_ridge_is_the_closed_form(seed: int, bias: bool, penalty: float, parts: int, chunk: int) -> None:
+    """In however many batches the rows arrive, and in whatever chunks half of X'X is summed."""
     x, r, held_out = problem(seed)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(least_squares, "PENALTIES", (penalty,))
+        patched.setattr(least_squares, "_ROWS_AT_ONCE", chunk)
         fit = ridge(x, r, held_out, bias, parts)
     w, b = closed_form(x[~held_out], r[~held_out], penalty, bias)
-    torch.testing.assert_close(fit.weight, w, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(fit.bias, b, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(fit[:2], (w, b), rtol=1e-6, atol=1e-8)
     other, _ = closed_form(x[held_out], r[held_out], penalty, bias)
     assert (fit.weight - other).abs().max() > 1e-4 * w.abs().max()  # control: the other rows give another fit
+
+
+@some
+@given(SEEDS, st.booleans())
+def test_a_row_of_weight_root_2_counts_twice(seed: int, bias: bool) -> None:
+    x, r, held_out = problem(seed)
+    times = torch.randint(1, 4, (len(x),), generator=torch.Generator().manual_seed(seed))
+    weighted = ridge(x, r, held_out, bias, 3, times.double().sqrt()[:, None])
+    repeated = ridge(*(one.repeat_interleave(times, 0) for one in (x, r, held_out)), bias)
+    assert weighted.penalty == repeated.penalty
+    torch.testing.assert_close(weighted[:2], repeated[:2], rtol=1e-6, atol=1e-8)
+
+
+def test_a_stream_is_fitted_at_ordinary_tokens_too() -> None:
+    """An attention sink has a hundred times their size, so its error would be all that counts."""
+    x, r, held_out = problem(4, rows=400)
+    sink = torch.arange(400) % 20 == 1
+    r[sink] += 100 * torch.randn(r[sink].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    stream = torch.where(sink[:, None], 100.0, 1.0) * torch.ones_like(r)
+    stream[0] = 0
+    weights = _Judge(None, {}, False, (), relative=True).weights(stream)  # type: ignore[arg-type]
+    relative, control = (ridge(x, r, held_out, False, 1, *one) for one in ((weights,), ()))
+    error = [float((r - x @ fit.weight)[~sink].square().mean()) for fit in (relative, control)]
+    assert error[0] < error[1] / 4
 
 
 @some
@@ -88,17 +113,6 @@ def test_the_penalty_is_the_largest_that_is_nearly_best_on_the_rows_held_out(see
     assert fit.after == pytest.approx(errors[PENALTIES.index(fit.penalty)], rel=1e-6)
     larger = errors[PENALTIES.index(fit.penalty) + 1 :]
     assert not larger or larger[0] > most * (1 - 1e-6)
-
-
-@pytest.mark.parametrize("chunk", [2, 3, 256])
-def test_sums_in_chunks_are_the_closed_form(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of X'X the half is summed."""
-    monkeypatch.setattr(least_squares, "_ROWS_AT_ONCE", chunk)
-    x, r, held_out = problem(1)
-    fit = ridge(x, r, held_out, True, 3)
-    w, b = closed_form(x[~held_out], r[~held_out], fit.penalty, True)
-    torch.testing.assert_close(fit.weight, w, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(fit.bias, b, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("noise", [0.1, 1.0, 5.0])

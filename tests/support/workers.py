@@ -124,10 +124,9 @@ class Sweep:
         title: of the page.
         says: the first sentence of the page; what stands below the usage in the script's docstring follows.
         every: the names of all types.
-        examine: a function of the script, what it finds in a type: a dataclass, or a dictionary.
-        result: the class of that: `failed` makes it of the name of a type that can't be examined, and the reason,
-            `from_json` of a row.
-        page: the rest of the page's lines, from all results and what they are of: "transformers 5.24.0, torch 2.13.0".
+        examine: a function of the script, what it finds in a type: the script's `Result`, which also has `failed` (of
+            a type's name and the reason why it can't be examined) and `from_json` (of a row). The script's `page` gives
+            the rest of the page, from all results and what they are of: "transformers 5.24.0, torch 2.13.0".
         totals: what the JSON says of all results together.
         batch: types per process.
         seconds: per type.
@@ -137,15 +136,18 @@ class Sweep:
     says: str
     every: Callable[[], Iterable[str]]
     examine: Callable[[str], Any]
-    result: Any
-    page: Callable[[list[Any], str], Iterable[str]]
     totals: Callable[[list[Any]], Mapping[str, Any]] = no_totals
     batch: int = 50
     seconds: int = 300
 
     @property
+    def module(self) -> Any:
+        """The script."""
+        return sys.modules[self.examine.__module__]
+
+    @property
     def script(self) -> Path:
-        return Path(sys.modules[self.examine.__module__].__file__ or "").resolve()
+        return Path(self.module.__file__).resolve()
 
     def report(self) -> dict[str, Any]:
         """The JSON that was written."""
@@ -153,7 +155,7 @@ class Sweep:
 
     def results(self) -> list[Any]:
         """Its rows."""
-        return [self.result.from_json(row) for row in self.report()["rows"]]
+        return [self.module.Result.from_json(row) for row in self.report()["rows"]]
 
     def sweep(self, model_types: list[str]) -> list[Any]:
         """Examine types in processes of their own, each with a limit on time and memory, and print what is found."""
@@ -161,9 +163,9 @@ class Sweep:
         while left:  # a new process goes on after one that died
             for line in _lines(self.script, left[: self.batch], self.seconds):
                 model_type = left.pop(0)
-                row = json.loads(line) if line else as_json(self.result.failed(model_type, KILLED))
+                row = json.loads(line) if line else as_json(self.module.Result.failed(model_type, KILLED))
                 print(f"{model_type}: {json.dumps(row)}", flush=True)
-                found.append(self.result.from_json(row))
+                found.append(self.module.Result.from_json(row))
         return found
 
     def to_json(self, results: list[Any], versions: Mapping[str, str]) -> str:
@@ -178,7 +180,7 @@ class Sweep:
         With `--update` the report is written anew, with the named types' rows examined again and all others kept.
         """
         parser = argparse.ArgumentParser(
-            description=sys.modules[self.examine.__module__].__doc__,
+            description=self.module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
@@ -219,10 +221,10 @@ class Sweep:
     def texts(self, results: list[Any], versions: Mapping[str, str]) -> dict[str, str]:
         """The report by its files' suffixes: a function of the rows and of the versions that they were found with."""
         of = ", ".join(f"{name} {version}" for name, version in versions.items())
-        _, _, about = (sys.modules[self.examine.__module__].__doc__ or "").rpartition("\n    python ")
+        _, _, about = (self.module.__doc__ or "").rpartition("\n    python ")
         made_by = f"Written by `python tests/sweeps/{self.script.name}`."
         head = [f"# {self.title}", "", self.says, about.partition("\n")[2], made_by, ""]
-        return {".json": self.to_json(results, versions), ".md": "\n".join([*head, *self.page(results, of), ""])}
+        return {".json": self.to_json(results, versions), ".md": "\n".join([*head, *self.module.page(results, of), ""])}
 
     def write(self, results: list[Any], versions: Mapping[str, str]) -> None:
         for suffix, text in self.texts(results, versions).items():
@@ -236,9 +238,9 @@ class Sweep:
             try:
                 found = self.examine(model_type)
             except Unbuildable as error:
-                found = self.result.failed(model_type, f"not built: {error.reason}")
+                found = self.module.Result.failed(model_type, f"not built: {error.reason}")
             except Exception as error:
-                found = self.result.failed(model_type, f"failed: {last_line(error)}")
+                found = self.module.Result.failed(model_type, f"failed: {last_line(error)}")
             print(json.dumps(as_json(found)), file=out, flush=True)
 
 

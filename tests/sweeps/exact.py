@@ -252,8 +252,6 @@ SWEEP = workers.Sweep(
     says="Look up here which LayerNorms of a model type become an exact RMSNorm. The models are tiny and random.",
     every=with_layer_norms,
     examine=examine,
-    result=Result,
-    page=page,
     totals=workers.kinds,
     seconds=600,
 )

@@ -228,8 +228,6 @@ SWEEP = workers.Sweep(
     says="Look up here which norms of a model type can be folded into the layers that read them.",
     every=zoo.model_types,
     examine=examine,
-    result=Result,
-    page=page,
     totals=workers.kinds,
     seconds=1200,
 )

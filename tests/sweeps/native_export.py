@@ -163,8 +163,6 @@ SWEEP = workers.Sweep(
     says="Look up here which stock architecture of transformers a patched model can be written as.",
     every=lambda: list(BY_NAME),
     examine=examine,
-    result=Result,
-    page=page,
 )
 if __name__ == "__main__":
     SWEEP.main()

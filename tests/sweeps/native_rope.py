@@ -118,8 +118,6 @@ SWEEP = workers.Sweep(
     says="Look up here which settings of RoPE a model type takes that rotates queries and keys by itself.",
     every=model_types,
     examine=examine,
-    result=Result,
-    page=page,
     totals=totals,
 )
 if __name__ == "__main__":

@@ -165,8 +165,6 @@ SWEEP = workers.Sweep(
     says=SAYS,
     every=zoo.model_types,
     examine=examine,
-    result=Result,
-    page=page,
     totals=totals,
     seconds=120,
 )

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ...runtime.grid import Grid
 from ...runtime.length_lenses import ExpandedRows
 from .architecture import INPUT, NOTHING, Q_K_PROJ, ZEROS, Stack, build, family
-from .encoder_decoders import ENCODER as WITH_CACHE
-from .encoder_decoders import SPECTROGRAM
+from .decoders import ENCODER as WITH_CACHE
+from .decoders import SPECTROGRAM
 
 ENCODER = replace(WITH_CACHE, cache=None)
 WHISPER = replace(  # the whole table is added to a window of just that length
