@@ -320,8 +320,7 @@ class _Judge:
         targets: the name under which the original's activation is saved, by module.
         decoder: whether the rows are a decoder's.
         outputs, inputs: the modules whose outputs, and the modules whose inputs are compared.
-        relative: whether each row's error counts relative to the row's own size, as in a residual stream: else the
-            stream of an attention sink, up to 200 times as large as the others, would be all that is fitted.
+        relative: whether a row's error counts relative to its size: an attention sink is up to 200 times as large.
     """
 
     def __init__(

@@ -11,7 +11,8 @@ computed in float64 over streamed sums:
   with M from a ridge regression of the original's x, minus x, on x. The regression's constant goes to their biases; if
   they have none, to the shift of the norm in front, if only they read it; else there is none;
 * the *projection*, the linear map whose output is added to the residual stream: a change of its weights, from a ridge
-  regression of the difference between the original's and the patched model's stream after the branch;
+  regression of the difference between the original's and the patched model's stream after the branch, each row's
+  error relative to the row's size, so that an attention sink isn't all that counts;
 * queries and keys, if positions changed: by gradient descent to the original's attention maps (attention_maps.py).
 
 Every step is written, then measured on held-out sequences by running the model, and undone if it doesn't help there
