@@ -131,7 +131,7 @@ FAULTS = [
     Fault(
         "the rows that judge a fit are fitted as well",
         "repairs/least_squares.py",
-        "            x, r = x[~held_out], r[~held_out]\n",
+        "            x, r, w = (one[~held_out] for one in (x, r, w))\n",
         "",
         ("repairs/test_least_squares.py",),
     ),
