@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 SIZES = {
-    "lines of hfpatch": Budget(32_244, 31_637),
+    "lines of hfpatch": Budget(32_244, 31_635),
     "files of hfpatch": Budget(198, 169),
     "lines of recipes": Budget(6_843, 1_748),
     "files of recipes": Budget(38, 8),

@@ -342,8 +342,8 @@ class _Judge:
 
     def weights(self, target: Tensor) -> Tensor:
         """Weights (n, 1) of rows to match: 1 / size if errors are relative, else 1."""
-        size = target.square().mean(-1, keepdim=True).sqrt()
-        return 1 / size.clamp_min(_SMALL * size.median() + _TINY) if self.relative else torch.ones_like(size)
+        size = target.square().mean(-1, keepdim=True).sqrt() if self.relative else torch.ones_like(target[:, :1])
+        return 1 / size.clamp_min(_SMALL * size.median() + _TINY)
 
     def see(self, index: int, seen: Mapping[str, Tensor]) -> None:
         """Add the model's activations for a batch."""

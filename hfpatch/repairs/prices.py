@@ -11,7 +11,7 @@ alone and dear together. So norms go together, cheapest first, as many as keep t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -35,7 +35,6 @@ from .input_scale import start_fixed_norms
 from .least_squares import fit_ridge
 from .linear_roles import Roles
 from .norm_fit import fit_norm
-from .repair_report import FittedValues
 
 _FITTED, _JUDGED = 4096, 1024  # about so many tokens fit a norm, and judge it, at most
 
@@ -93,8 +92,7 @@ class NormPrices:
         self.segments = segments_of(self.old, self.names)
         self.new.forms, self.new.stacks = self.old.forms, self.old.stacks
         self.roles = Roles(self.new, self.old, self.segments)
-        self.in_decoder = self.roles.in_decoder
-        self.refits: dict[str, FittedValues] = {}  # norm -> how the maps that read it see it: y + y "weight" + "bias"
+        self.refits: dict[str, Mapping[str, Tensor]] = {}  # norm -> what its readers make of y: y + y "weight" + "bias"
         self.judged = self._some(self.batches.held_out_batches(), _JUDGED)
         self._fit()
         self.outputs: dict[int, Any] = {i: comparable(self.old.forward(i)) for i in self.judged}
@@ -112,7 +110,7 @@ class NormPrices:
         """Give fixed norms their constants; fit other norms, and what reads them, on the original's own stream."""
         transaction = Transaction()
         fixed = [name for name in self.names if isinstance(self.new.modules[name], FixedNorm)]
-        start_fixed_norms(self.new, self.old, fixed, self.in_decoder, transaction)
+        start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, transaction)
         others = [name for name in self.names if name not in fixed and len(self.new.modules[name].facts.shape) == 1]
         fitted = [i for i in range(len(self.batches)) if not self.batches[i].judges]
         chosen = [*self._some(fitted, _FITTED), *self.judged] if others else []
@@ -129,13 +127,13 @@ class NormPrices:
                 if getattr(module, parameter) is not None:
                     transaction.write(module, WeightChange(parameter, "value", value))
             if name in refitted and (refit := fit_ridge(self._differences(name, chosen), bias=True)) is not None:
-                self.refits[name] = refit
+                self.refits[name] = refit.values
         self.old.delete_saved()
 
     def _rows(self, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
         """The original norm's inputs and outputs, and which rows judge."""
         for i in batches:
-            yield from self.batches.row_pieces(i, self.in_decoder(name), *self.old.load_saved(name, i))
+            yield from self.batches.row_pieces(i, self.roles.in_decoder(name), *self.old.load_saved(name, i))
 
     def _differences(self, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
         """A fitted norm's outputs, the original's minus these, and which rows judge."""
@@ -174,7 +172,7 @@ class NormPrices:
 
         def replace(name: str, _: Any) -> Tensor:
             y = self.new.modules[name](given.pop(name))
-            refit = self.refits[name].values if name in self.refits else None
+            refit = self.refits.get(name)
             return y if refit is None else y + y @ refit["weight"].to(y) + refit["bias"].to(y)
 
         return self.old.observe_calls(names, lambda name, call: given.__setitem__(name, first_tensor(call)), replace)
